@@ -252,20 +252,26 @@ def test_a_welcome_that_nobody_asked_for_is_dropped(engine: FakeEngine, worker: 
     assert engine.hellos == 1
 
 
-@pytest.mark.parametrize("says_so", [True, False])
-def test_a_restarted_engine_core_gets_the_worker_back(
-    engine: FakeEngine, endpoint: str, worker: Worker, says_so: bool
-) -> None:
-    engine.admit(lease_s=60.0 if says_so else 1.0)
+def test_an_engine_core_that_has_forgotten_a_worker_gets_it_back(engine: FakeEngine, worker: Worker) -> None:
+    engine.admit(lease_s=10 * WAIT_S)
+    worker.event("ready")
+    engine.until(Beat)
+    engine.send(Refused(reason="unknown epoch"), kind="/c", epoch=0)
+    engine.admit()
+    assert worker.event("ready")["epoch"] == 2
+    engine.send(first_plan())
+    assert engine.result().errors == []
+
+
+def test_a_restarted_engine_core_gets_the_worker_back(engine: FakeEngine, endpoint: str, worker: Worker) -> None:
+    """At once: whose connection breaks does not wait for its lease to end."""
+    engine.admit(lease_s=10 * WAIT_S)
     worker.event("ready")
     engine.until(Beat)
     engine.close()
     Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
     restarted = FakeEngine(endpoint, "boot-2")
-    restarted.hello, restarted.epoch, restarted.answer_beats = engine.hello, 40, False
-    if says_so:
-        restarted.until(Beat)
-        restarted.send(Refused(reason="unknown epoch"), kind="/c", epoch=0)
+    restarted.epoch = 40
     restarted.admit()
     assert worker.event("ready")["epoch"] == 41
     restarted.send(first_plan())

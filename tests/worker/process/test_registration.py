@@ -83,7 +83,7 @@ def test_a_worker_behind_a_link_that_swallows_is_back_at_work_once_it_heals(
 def test_a_worker_whose_connections_were_reset_behind_the_engine_core_s_back_is_back_at_work(
     engine: FakeEngine, link: Link, worker: Worker
 ) -> None:
-    at_work(engine, lease_s=2.0)
+    at_work(engine, lease_s=10 * WAIT_S)  # so that it is not the lease that ends
     link.reset()
     at_work(engine, lease_s=60.0)
 

@@ -81,16 +81,26 @@ class Wire:
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, link.keys.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, link.keys.secret)
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, link.keys.peers[0])
+        self._endings: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.dropped = 0  # frames, so far
         try:
             self._socket.connect(link.endpoint)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self.close()
             raise ValueError(f"engine: cannot connect to {link.endpoint!r}: {error}") from error
 
     def reaches(self, timeout_s: float = 0.0) -> bool:
         """Whether the engine core is connected, so that a message sent now would leave."""
         return bool(self._socket.poll(round(timeout_s * 1000), zmq.POLLOUT))
+
+    def broke(self) -> bool:
+        """Whether a connection has ended since this was last asked: nobody knows what of it has arrived, though libzmq
+        makes another one by itself."""
+        found = False
+        while self._endings.poll(0):
+            self._endings.recv_multipart()
+            found = True
+        return found
 
     def send(
         self,
@@ -133,4 +143,6 @@ class Wire:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Let go of the socket; what was sent may still leave within `linger_s`."""
+        self._socket.disable_monitor()
+        self._endings.close()
         self._socket.close(linger=round(linger_s * 1000))
