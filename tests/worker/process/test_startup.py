@@ -287,16 +287,17 @@ def test_warm_up_leaves_no_row() -> None:
 
 @pytest.fixture
 def torch_threads() -> Iterator[int]:
+    """A number of its own, that no machine gives by chance."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield 2
+    yield 3
     torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kernels", ["torch", *(["native"] if LIBRARY.exists() else [])])
 def test_torch_has_no_threads_beside_those_of_the_kernels(kernels: str, tmp_path: Path, torch_threads: int) -> None:
     model = save(make_model(*NATIVE["llama"]), tmp_path, torch.bfloat16)
-    load_runner(WorkerConfig(model=str(model), kernels=kernels, num_blocks=64), lambda done, of: None)
+    config = WorkerConfig(model=str(model), kernels=kernels, num_blocks=64, threads=torch_threads)
+    load_runner(config, lambda done, of: None)
     assert torch.get_num_threads() == (1 if kernels == "native" else torch_threads)
 
 
