@@ -14,7 +14,7 @@ TEST_PROCESSES ?= 4
 PACKAGES := services gateway engine_core worker proto
 # pip compiles what it installs on one core, BYTECODE on all.
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
-BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages bring files that are no Python
+BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(PACKAGES) || true  # some packages bring files that are no Python
 PROTO_TOOLS := grpcio-tools==1.78.0
 LOCK_TOOL := uv==0.13.9
 PROTO := proto/pagoda_proto/engine/v1/engine.proto
