@@ -107,10 +107,11 @@ def test_the_next_step_is_asked_for_shortly_before_it_is_needed() -> None:
     assert pace.next_at() == 0.0, "how far it is nobody knows"
 
 
-def test_what_is_far_away_is_asked_early() -> None:
+@pytest.mark.parametrize(("seconds", "worked_s"), [(0.3, 0.1), (0.002, 0.002)], ids=["far away", "short"])
+def test_what_is_far_away_or_done_soon_is_asked_for_at_once(seconds: float, worked_s: float) -> None:
     pace = Pace()
     pace.asked(8, 10.0)
-    pace.answered(10.3, worked_s=0.1)
+    pace.answered(10.0 + seconds, worked_s=worked_s)
     pace.asked(8, 20.0)
     assert pace.next_at() < 20.0
 
@@ -122,14 +123,6 @@ def test_a_trip_that_was_held_up_once_is_soon_forgotten() -> None:
         pace.answered(now := now + 1.0 + trip_s, worked_s=1.0)
     pace.asked(8, now)
     assert pace.next_at() > now + 0.4
-
-
-def test_steps_that_are_done_at_once_are_asked_for_at_once() -> None:
-    pace = Pace()
-    pace.asked(8, 10.0)
-    pace.answered(10.002, worked_s=0.002)
-    pace.asked(8, 20.0)
-    assert pace.next_at() < 20.0
 
 
 @given(st.floats(1e-4, 2.0), st.floats(0.0, 0.5), st.integers(1, 600))

@@ -72,11 +72,6 @@ class Membership:
             self._heard_at = now
         return True
 
-    def silent_s(self, now: float) -> float:
-        """How long nothing has been heard."""
-        with self._lock:
-            return now - self._heard_at
-
     def lose(self, standing: Standing, reason: str) -> None:
         """End this membership, unless it is another one by now."""
         with self._lock:

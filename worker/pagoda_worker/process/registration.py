@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1  # how soon whoever waits notices that the worker is to leave
 SEND_TIMEOUT_S = 1.0
-STANDS_STILL_S = 2.0
-"""For less time than libzmq bears a peer that says nothing, before it ends the connection itself."""
 LINGER_S = 0.5  # what was said last still leaves within this time
 
 
@@ -104,10 +102,10 @@ class Registration:
 
     def receive(self, timeout_s: float) -> ToWorker | None:
         """The next message of this standing. What belongs to another one is dropped undecoded; what cannot be read, or
-        waited while this process could not run, ends the standing. So does a connection that broke, unless the engine
-        core stands still, which costs no message. Raises RuntimeError if the thread that beats has died."""
+        waited while this process could not run, ends the standing. So does a connection that broke. Raises
+        RuntimeError if the thread that beats has died."""
         self._control.check()
-        if self._wire.broke() and self._membership.silent_s(time.monotonic()) < STANDS_STILL_S:
+        if self._wire.broke():
             self.lose("the connection broke")
             return None
         frame = self._wire.receive(timeout_s)
