@@ -12,10 +12,11 @@ while another key's requests fill all rows and the queue. The exit status is 1 w
 memory grows by more than a tenth, recovery takes more than 2 s, or the small key waits more than twice as long (p95).
 
 The gateway takes few connections (--connections), as one that serves a small stack should: who is refused at the door
-costs least, and what it takes in beyond what the engine core may queue only waits on its way there. Recovery is looked
-for by a process of its own, which is not busy with what became of the load. The demo model is so small that serving its
-tokens, refusing ten times as many requests and sending them are one machine's work; a larger MODEL shows what the stack
-does.
+costs least, and what it takes in beyond what the engine core may queue only waits on its way there. The KV cache is
+small enough for the peak to touch all of it, as it is taken from the machine page by page when first written to: what
+memory grows by after that is nobody's plan. Recovery is looked for by a process of its own, which is not busy with what
+became of the load. The demo model is so small that serving its tokens, refusing ten times as many requests and sending
+them are one machine's work; a larger MODEL shows what the stack does.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ SHAPE = {"input_len": 64, "output_len": 64, "output_spread": 16.0}
 PEAK_S, IDLE_PROBES, PROBE_GAP_S = 15.0, 20, 0.2
 SMALL_KEY, LARGE_KEY = "small-key-of-a-tenant", "large-key-of-a-tenant"
 FLOOD = 3 * ROWS
+BLOCKS = 20 * ROWS  # a request needs 4 or 5
 TIMEOUT_S = 120.0
 
 
@@ -206,7 +208,11 @@ def main() -> int:
     sound = True
     if "overload" in given.only.split(","):
         most = ("--max-connections", "--max-connections-per-client")
-        more = [f"--queue-timeout-s={QUEUE_S:g}", *(f"{name}={given.connections}" for name in most)]
+        more = [
+            f"--queue-timeout-s={QUEUE_S:g}",
+            f"--num-blocks={BLOCKS}",
+            *(f"{name}={given.connections}" for name in most),
+        ]
         sound &= with_stack([*options, *more], lambda place: overloaded(place, given.seconds, given.times, given.seed))
     if "tenants" in given.only.split(","):
         more = ["--policy=fair", f"--api-key={SMALL_KEY},{LARGE_KEY}"]
