@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, prompt
 from tests.worker.models.conftest import Loaded, Saved
 from tests.worker.models.harness import Harness, logits_of
 from tests.worker.models.test_oracle import choices_of
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.config import WorkerConfig
@@ -141,6 +142,14 @@ def _sees_what_comes(self: Any, query: torch.Tensor, kv: Any, layer: int, plan: 
 REFERENCE = ReferenceOps.attend
 
 
+@pytest.fixture
+def registered_anew() -> Iterator[None]:
+    """transformers keeps what was registered last, for models that were there before, too."""
+    yield
+    AttentionInterface.register(fallback.ATTENTION, ATTEND)
+
+
+@pytest.mark.usefixtures("registered_anew")
 @pytest.mark.parametrize("name", ["llama", "flex_olmo"])
 @pytest.mark.parametrize("fault", ["positions", "mask", "scale"])
 def test_wrong_wiring_is_refused_in_16_bits(
