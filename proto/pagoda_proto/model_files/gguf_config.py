@@ -33,8 +33,13 @@ KNOWN = {
     "attention.causal", "tensor_data_layout",
 }  # fmt: skip
 SLIDING, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
-EXPERT_WIDTH = "expert_feed_forward_length"
+LOCAL_BASE = "rope.freq_base_swa"
+EXPERT_WIDTH, SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+MULTIPLIERS = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +86,13 @@ class Keys:
         return found
 
 
+def _biases(keys: Keys) -> dict[str, Any]:
+    tensors = keys.gguf.tensors
+    return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+
+
 def _llama(keys: Keys) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "attention_bias": "blk.0.attn_q.bias" in keys.gguf.tensors, "mlp_bias": "blk.0.ffn_up.bias" in keys.gguf.tensors
-    }  # fmt: skip
+    fields = _biases(keys)
     window = keys.whole(SLIDING, 0)
     if window:
         fields |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -97,8 +105,40 @@ def _chosen(keys: Keys) -> dict[str, Any]:
     return {"num_local_experts": keys.whole("expert_count"), "num_experts_per_tok": keys.whole("expert_used_count")}
 
 
+def _qwen2_moe(keys: Keys) -> dict[str, Any]:
+    said = {"moe_intermediate_size": keys.whole(EXPERT_WIDTH), "norm_topk_prob": False}
+    return _chosen(keys) | said | {"shared_expert_intermediate_size": keys.whole(SHARED_WIDTH)}
+
+
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
     return _chosen(keys) | {"moe_intermediate_size": keys.whole(EXPERT_WIDTH), "norm_topk_prob": True}
+
+
+def _granite(keys: Keys) -> dict[str, Any]:
+    return _biases(keys) | {field: keys.number(key, 1.0) for key, field in MULTIPLIERS.items()}
+
+
+def _granite_moe(keys: Keys) -> dict[str, Any]:
+    fields = _granite(keys) | _chosen(keys)
+    del fields["mlp_bias"]
+    return fields
+
+
+def _olmo2(keys: Keys) -> dict[str, Any]:
+    """Olmo 3 has windows."""
+    fields = {"attention_bias": "blk.0.attn_q.bias" in keys.gguf.tensors}
+    if not keys.has(SLIDING):
+        return fields
+    theta = keys.number("rope.freq_base", 10_000.0)
+    if keys.number(LOCAL_BASE, theta) != theta:
+        raise keys.gguf.bad(f"'{keys.prefix}.{LOCAL_BASE}' other than that of layers that see all is not supported")
+    windows = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": keys.whole(SLIDING)}
+    return fields | windows | _sliding_pattern(keys)
+
+
+def _smollm3(keys: Keys) -> dict[str, Any]:
+    """No file says that every fourth layer's queries and keys do not turn."""
+    return _biases(keys) | {"no_rope_layer_interval": 4}
 
 
 def _phi3(keys: Keys) -> dict[str, Any]:
@@ -124,7 +164,7 @@ def _gemma2(keys: Keys) -> dict[str, Any]:
 
 
 def _gemma3(keys: Keys) -> dict[str, Any]:
-    local = keys.number("rope.freq_base_swa", 10_000.0)
+    local = keys.number(LOCAL_BASE, 10_000.0)
     return (
         _gemma(keys)
         | _sliding_pattern(keys)
@@ -157,6 +197,9 @@ def _query_scalar(keys: Keys, layers: int) -> float:
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", fields=_llama, keys=frozenset({SLIDING})),
     "qwen2": Family(architecture="Qwen2ForCausalLM"),
+    "qwen2moe": Family(
+        architecture="Qwen2MoeForCausalLM", fields=_qwen2_moe, keys=frozenset({EXPERT_WIDTH, SHARED_WIDTH})
+    ),
     "qwen3": Family(architecture="Qwen3ForCausalLM"),
     "qwen3moe": Family(architecture="Qwen3MoeForCausalLM", fields=_qwen3_moe, keys=frozenset({EXPERT_WIDTH})),
     "gemma": Family(architecture="GemmaForCausalLM", fields=_gemma),
@@ -164,9 +207,14 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": Family(
         architecture="Gemma3ForCausalLM",
         fields=_gemma3,
-        keys=frozenset({SLIDING, PATTERN, LOGIT_CAP, "rope.freq_base_swa"}),
+        keys=frozenset({SLIDING, PATTERN, LOGIT_CAP, LOCAL_BASE}),
     ),
     "phi3": Family(architecture="Phi3ForCausalLM", fields=_phi3, keys=frozenset({SLIDING})),
+    "granite": Family(architecture="GraniteForCausalLM", fields=_granite, keys=frozenset(MULTIPLIERS)),
+    "granitemoe": Family(architecture="GraniteMoeForCausalLM", fields=_granite_moe, keys=frozenset(MULTIPLIERS)),
+    "olmo2": Family(architecture="Olmo2ForCausalLM", fields=_olmo2, keys=frozenset({SLIDING, PATTERN, LOCAL_BASE})),
+    "olmoe": Family(architecture="OlmoeForCausalLM", fields=_chosen),
+    "smollm3": Family(architecture="SmolLM3ForCausalLM", fields=_smollm3),
 }
 
 

@@ -45,7 +45,7 @@ TEKKEN = _by_case("", r"\p{N}")
 _LLAMA3 = PreTokenizer(patterns=(CL100K,), ignores_merges=True, adds_bos=True)
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "gpt-2": PreTokenizer(patterns=(GPT2,)),
-    "smollm": PreTokenizer(patterns=(r"\p{N}", GPT2)),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), PreTokenizer(patterns=(r"\p{N}", GPT2))),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,

@@ -119,6 +119,23 @@ def test_what_is_not_known_is_refused_by_name(changes: dict[str, Any], message: 
         opened(changes, tmp_path)
 
 
+def test_layers_that_slide_turn_by_no_base_of_their_own(tmp_path: Path) -> None:
+    """Of Olmo 3. Gemma 3's do."""
+    said = {name.replace("llama.", "olmo2."): value for name, value in demo_pairs().items()}
+    windows = {"attention.sliding_window": 64, "attention.sliding_window_pattern": [True] * 5}
+    said |= {"general.architecture": "olmo2"} | {f"olmo2.{name}": value for name, value in windows.items()}
+    tensors = {"token_embd.weight": Stored(bytes(1024), (512, 1), "F16")}
+
+    def opened_with(base: float) -> dict[str, Any]:
+        return config_of(
+            read_gguf(GgufFile(said | {"olmo2.rope.freq_base_swa": base}, tensors).write(tmp_path / "m.gguf"))
+        )
+
+    assert opened_with(10_000.0)["architectures"] == ["Olmo3ForCausalLM"]
+    with pytest.raises(BadGguf, match=r"'olmo2\.rope\.freq_base_swa' other than"):
+        opened_with(20_000.0)
+
+
 def test_a_decoder_that_embeds_says_so(tmp_path: Path) -> None:
     assert opened({"llama.pooling_type": 3}, tmp_path)["architectures"] == ["LlamaModel"]
 

@@ -58,8 +58,11 @@ def cut_by(*patterns: str) -> Any:
 
 WORDS: dict[str, Callable[[], Any]] = {
     "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-    "smollm": lambda: pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact"),
+        lambda: pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ),
     ),
     "llama-bpe": lambda: cut_by(LLAMA3),
     "dbrx": lambda: cut_by(LLAMA3),

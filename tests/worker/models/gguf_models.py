@@ -16,10 +16,21 @@ FOUR_NORMS = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+ONLY_AFTER = {name: FOUR_NORMS[name] for name in ("post_attention_layernorm", "post_feedforward_layernorm")}
+SHARED = {
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+OTHERS = {
+    "gemma2": FOUR_NORMS, "gemma3": FOUR_NORMS, "olmo2": ONLY_AFTER, "qwen2moe": SHARED,
+    "granitemoe": {"block_sparse_moe.router.layer": "ffn_gate_inp"},
+}  # fmt: skip
+LIKE_LLAMA = ("llama", "granite", "granitemoe", "smollm3")  # whose queries and keys converters interleave
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 EXPERT_PARTS = {
     "w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"
 }  # fmt: skip
+FUSED = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
 VOCABULARY = {
     "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": [],
     "tokenizer.ggml.eos_token_id": 2,
@@ -66,6 +77,25 @@ def _phi3(config: Any, rope: Any) -> dict[str, Any]:
     return said
 
 
+def _granite(config: Any, rope: Any) -> dict[str, Any]:
+    return _experts(config, rope) | {
+        "attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling,
+    }  # fmt: skip
+
+
+def _olmo2(config: Any, rope: Any) -> dict[str, Any]:
+    if not hasattr(config, "sliding_window"):
+        return {}
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    said = {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": slides}
+    return said | {
+        "rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        "rope.freq_base_swa": float(rope["rope_theta"]),
+    }  # fmt: skip
+
+
 FIELDS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "llama": lambda config, rope: _experts(config, rope)
     | ({"attention.sliding_window": config.sliding_window} if getattr(config, "sliding_window", None) else {}),
@@ -77,12 +107,21 @@ FIELDS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     },
     "gemma3": lambda config, rope: {"attention.sliding_window": config.sliding_window},
     "phi3": _phi3,
+    "granite": _granite,
+    "granitemoe": _granite,
+    "olmo2": _olmo2,
+    "olmoe": _experts,
+    "qwen2moe": lambda config, rope: _experts(config, rope)
+    | {
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+    },
 }  # fmt: skip
 
 
 def _tensors(directory: Path, config: Any, arch: str, kind: str) -> dict[str, Stored]:
-    others = FOUR_NORMS if arch in ("gemma2", "gemma3") else {}
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if arch == "llama" else {}
+    others = OTHERS.get(arch, {})
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if arch in LIKE_LLAMA else {}
     found: dict[str, Stored] = {}
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
@@ -90,7 +129,13 @@ def _tensors(directory: Path, config: Any, arch: str, kind: str) -> dict[str, St
             layer, expert, part = match.groups()
             experts.setdefault(f"blk.{layer}.ffn_{EXPERT_PARTS[part]}_exps.weight", {})[int(expert)] = tensor
             continue
+        if match := FUSED.fullmatch(name):
+            layer, which = match.groups()
+            parts = zip(("gate", "up"), tensor.chunk(2, 1), strict=True) if which == "input" else [("down", tensor)]
+            found |= {f"blk.{layer}.ffn_{part}_exps.weight": stored(rows.contiguous(), kind) for part, rows in parts}
+            continue
         part = name.split(".")[-2]
+        tensor = tensor.squeeze() if part == "shared_expert_gate" else tensor
         tensor = interleaved(tensor, heads[part]) if part in heads else tensor
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor.float() + 1

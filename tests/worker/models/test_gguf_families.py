@@ -30,6 +30,13 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma3", "gemma3", {"query_pre_attn_scalar": 16}),
     ("phi3", "phi3", {}),
     ("phi3", "phi4", {}),
+    ("qwen2moe", "qwen2_moe", {"mlp_only_layers": []}),
+    ("granite", "granite", {}),
+    ("granitemoe", "granite_moe", {}),
+    ("olmo2", "olmo2", {}),
+    ("olmo2", "olmo3", {}),
+    ("olmoe", "olmoe", {}),
+    ("smollm3", "smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5, "use_sliding_window": False}),
 ]
 ROUNDED_ONCE_MORE = {"llama3"}  # its frequencies come as factors
 

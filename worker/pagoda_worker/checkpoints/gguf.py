@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,10 +38,16 @@ FOUR_NORMS = {
     "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
+SHARED_GATE = "ffn_gate_inp_shexp"
 OF_FAMILY: Mapping[str, Mapping[str, str]] = {
-    "gemma2": FOUR_NORMS, "gemma3": FOUR_NORMS, "phi3": {"ffn_up": "mlp.gate_up_proj"}
+    "gemma2": FOUR_NORMS, "gemma3": FOUR_NORMS, "olmo2": FOUR_NORMS, "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "qwen2moe": {
+        SHARED_GATE: "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
 }  # fmt: skip
-INTERLEAVED = {"llama": {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}}
+LLAMA_HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+INTERLEAVED = dict.fromkeys(("llama", "granite", "granitemoe", "smollm3"), LLAMA_HEADS)
 ONE_ADDED = ("gemma", "gemma2", "gemma3")
 MOST_ENTRIES = 2**18  # experts of one tensor are entries of their own, and a header can have them in millions
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.(weight|bias)")
@@ -105,7 +112,10 @@ def _published(gguf: Gguf, family: str, stored: str, tensor: GgufTensor) -> Iter
     known = {**PARTS, **OF_FAMILY.get(family, {})}
     if part not in known:
         raise gguf.bad(f"tensor {stored!r} is none that a model of architecture {family!r} has here")
-    yield f"model.layers.{layer}.{known[part]}.{kind}", _entry(tensor)
+    entry = _entry(tensor)
+    if part == SHARED_GATE and len(entry.shape) == 1:  # a matrix of one row, which converters write without it
+        entry = replace(entry, shape=(1, *entry.shape))
+    yield f"model.layers.{layer}.{known[part]}.{kind}", entry
 
 
 def _entry(tensor: GgufTensor) -> Entry:

@@ -137,7 +137,7 @@ def read_granite_moe(config: ConfigReader) -> DecoderSpec:
         **common_fields(config),
         layers=tuple(replace(layer, mlp=moe) for layer in layers),
         names=GRANITE,
-        spellings=(GRANITE_FUSED,),
+        spellings=(GRANITE_FUSED, QWEN),
         qkv_bias=bias,
         out_bias=bias,
     )
