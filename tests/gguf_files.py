@@ -20,7 +20,7 @@ STRING, ARRAY = 8, 9
 # Type of a value -> its number in the file.
 NUMBERS = {"uint32": 4, "int32": 5, "float32": 6, "bool": 7, "uint64": 10, "float64": 12}
 PACKED = {4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 12: "d"}
-KINDS = {"F32": 0, "F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2}
+KINDS = {"F32": 0, "F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "MXFP4": 39}
 
 
 def text(value: str) -> bytes:

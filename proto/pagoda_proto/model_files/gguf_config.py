@@ -136,6 +136,13 @@ def _olmo2(keys: Keys) -> dict[str, Any]:
     return fields | windows | _sliding_pattern(keys)
 
 
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    """Its yarn goes by fractions of dimensions, which no file says."""
+    scaling = _scaling(keys)
+    said = {"sliding_window": keys.whole(SLIDING), "rope_scaling": scaling and scaling | {"truncate": False}}
+    return _chosen(keys) | said | {"attention_bias": "blk.0.attn_q.bias" in keys.gguf.tensors}
+
+
 def _smollm3(keys: Keys) -> dict[str, Any]:
     """No file says that every fourth layer's queries and keys do not turn."""
     return _biases(keys) | {"no_rope_layer_interval": 4}
@@ -210,6 +217,7 @@ FAMILIES: Mapping[str, Family] = {
         keys=frozenset({SLIDING, PATTERN, LOGIT_CAP, LOCAL_BASE}),
     ),
     "phi3": Family(architecture="Phi3ForCausalLM", fields=_phi3, keys=frozenset({SLIDING})),
+    "gpt-oss": Family(architecture="GptOssForCausalLM", fields=_gpt_oss, keys=frozenset({SLIDING, EXPERT_WIDTH})),
     "granite": Family(architecture="GraniteForCausalLM", fields=_granite, keys=frozenset(MULTIPLIERS)),
     "granitemoe": Family(architecture="GraniteMoeForCausalLM", fields=_granite_moe, keys=frozenset(MULTIPLIERS)),
     "olmo2": Family(architecture="Olmo2ForCausalLM", fields=_olmo2, keys=frozenset({SLIDING, PATTERN, LOCAL_BASE})),

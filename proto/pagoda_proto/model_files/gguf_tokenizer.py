@@ -24,16 +24,21 @@ STRIPS_NONE = {"<unk>", "<s>", "<|endoftext|>"}
 ENDS = {
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>",
 }  # fmt: skip
+HARMONY_ENDS = {"<|return|>", "<|call|>"}  # of gpt-oss
+PART_END = "<|end|>"  # where there are these: an answer comes in parts, of which thoughts are the first
 
 
 def end_ids(gguf: Gguf) -> list[int]:
     """Tokens that end an answer: the one the file names first."""
     tokens, types = _vocabulary(gguf)
+    harmony = set(tokens) >= HARMONY_ENDS
+    ends = ENDS | HARMONY_ENDS if harmony else ENDS
     named = [_id_of(gguf, name, len(tokens)) for name in ("eos", "eot", "eom")]
     special = [
-        i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == CONTROL and token in ENDS
+        i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == CONTROL and token in ends
     ]
-    return list(dict.fromkeys(i for i in (*named, *special) if i is not None))
+    found = dict.fromkeys((*named, *special))
+    return [i for i in found if i is not None and not (harmony and tokens[i] == PART_END)]
 
 
 def tokenizer_config_of(gguf: Gguf) -> dict[str, Any]:

@@ -72,7 +72,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tensors": {"x": Stored(b"", (2**40, 2**40, 2**40, 32))}}, "ends behind the file"),
     ({"tensors": {"x": Stored(b"", (0, 4))}}, "'x' of shape .0, 4. does not"),
     ({"tensors": {"x": Stored(b"", (1, 1, 1, 1, 1))}}, "'x' has 5 dimensions"),
-    ({"tensors": {"x": Stored(bytes(16), (4,), 39)}}, "'x' is of type MXFP4, which is not read"),
+    ({"tensors": {"x": Stored(bytes(16), (4,), 40)}}, "'x' is of type NVFP4, which is not read"),
     ({"tensors": {"x": Stored(bytes(16), (4,), 977)}}, "'x' is of type 977"),
     ({"tensors": {"x": Stored(bytes(16), (4,), offset=4)}}, "'x' begins at 4, no multiple of 32"),
     ({"tensors": {"x": Stored(bytes(16), (4,), offset=2**63)}}, "'x' of shape .4. and type F32 ends behind"),

@@ -227,6 +227,15 @@ def test_all_ends_of_an_answer_are_known(tmp_path: Path) -> None:
     assert end_ids(opened(pairs | {"tokenizer.ggml.eos_token_id": 4000}, tmp_path)) == [509, 511]
 
 
+def test_where_an_answer_comes_in_parts_their_ends_do_not_end_it(tmp_path: Path) -> None:
+    """As that of gpt-oss, whatever the file names."""
+    tokens = ["a", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"]
+    pairs = demo_pairs() | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 3, 3, 3, 3]}
+    pairs |= {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 1}
+    assert end_ids(opened(pairs, tmp_path)) == [2, 3, 4]
+    assert end_ids(opened(pairs | {"tokenizer.ggml.tokens": ["a", "<|end|>", "b", "c", "d"]}, tmp_path)) == [2, 1]
+
+
 def test_what_stands_beside_the_tokenizer(tmp_path: Path) -> None:
     pairs = demo_pairs(whole_tokenizer=False) | {
         "tokenizer.chat_template": "plain", "tokenizer.chat_templates": ["tool_use", "absent"],

@@ -19,6 +19,7 @@ REFERENCE = {
     "IQ4_NL": ((0,), "da53d8d93d7719a3"), "IQ4_XS": ((0,), "f596ba4a058d585e"), "Q4_1": ((0, 2), "a958e5bd4a135c48"),
     "Q5_1": ((0, 2), "409d9419fd117db8"), "Q2_K": ((80, 82), "48a9b261a08a651e"), "Q3_K": ((108,), "325411b649aae9fe"),
     "Q4_K": ((0, 2), "f9133b29716be8d2"), "Q5_K": ((0, 2), "b472ceaa0ad317ad"), "Q6_K": ((208,), "668f7a8803fb69ae"),
+    "MXFP4": ((), "d9ee3d0af2b6994f"),
 }  # fmt: skip
 
 
@@ -29,6 +30,8 @@ def blocks_of(kind: str) -> torch.Tensor:
     for start in range(0, len(raw), size):
         for at in REFERENCE[kind][0]:
             raw[start + at + 1] = raw[start + at + 1] & 0x8F | 0x20
+        if kind == "MXFP4":  # the exponent of a power of two
+            raw[start] = raw[start] & 0x1F | 0x60
     return torch.frombuffer(raw, dtype=torch.uint8).view(NUM_BLOCKS, size)
 
 

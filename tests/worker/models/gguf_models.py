@@ -24,6 +24,7 @@ SHARED = {
 OTHERS = {
     "gemma2": FOUR_NORMS, "gemma3": FOUR_NORMS, "olmo2": ONLY_AFTER, "qwen2moe": SHARED,
     "granitemoe": {"block_sparse_moe.router.layer": "ffn_gate_inp"},
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
 }  # fmt: skip
 LIKE_LLAMA = ("llama", "granite", "granitemoe", "smollm3")  # whose queries and keys converters interleave
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
@@ -31,6 +32,7 @@ EXPERT_PARTS = {
     "w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"
 }  # fmt: skip
 FUSED = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
+STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales|)")
 VOCABULARY = {
     "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": [],
     "tokenizer.ggml.eos_token_id": 2,
@@ -89,10 +91,13 @@ def _olmo2(config: Any, rope: Any) -> dict[str, Any]:
         return {}
     slides = [kind == "sliding_attention" for kind in config.layer_types]
     said = {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": slides}
-    return said | {
+    return said | _yarn(rope) | {"rope.freq_base_swa": float(rope["rope_theta"])}
+
+
+def _yarn(rope: Any) -> dict[str, Any]:
+    return {
         "rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
         "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-        "rope.freq_base_swa": float(rope["rope_theta"]),
     }  # fmt: skip
 
 
@@ -107,6 +112,9 @@ FIELDS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     },
     "gemma3": lambda config, rope: {"attention.sliding_window": config.sliding_window},
     "phi3": _phi3,
+    "gpt-oss": lambda config, rope: _experts(config, rope)
+    | _yarn(rope)
+    | {"attention.sliding_window": config.sliding_window, "expert_feed_forward_length": config.intermediate_size},
     "granite": _granite,
     "granitemoe": _granite,
     "olmo2": _olmo2,
@@ -124,10 +132,17 @@ def _tensors(directory: Path, config: Any, arch: str, kind: str) -> dict[str, St
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if arch in LIKE_LLAMA else {}
     found: dict[str, Stored] = {}
     experts: dict[str, dict[int, torch.Tensor]] = {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
         if match := EXPERT.fullmatch(name):
             layer, expert, part = match.groups()
             experts.setdefault(f"blk.{layer}.ffn_{EXPERT_PARTS[part]}_exps.weight", {})[int(expert)] = tensor
+            continue
+        if match := STACKED.fullmatch(name):
+            found |= _stacked(*match.groups(), tensor, tensors, kind)
+            continue
+        if name.endswith(".self_attn.sinks"):
+            found[f"blk.{name.split('.')[2]}.attn_sinks.weight"] = stored(tensor)
             continue
         if match := FUSED.fullmatch(name):
             layer, which = match.groups()
@@ -143,6 +158,29 @@ def _tensors(directory: Path, config: Any, arch: str, kind: str) -> dict[str, St
     for name, of_layer in experts.items():
         found[name] = stored(torch.stack([of_layer[i] for i in range(len(of_layer))]), kind)
     return found
+
+
+def _stacked(
+    layer: str, which: str, what: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor], kind: str
+) -> dict[str, Stored]:
+    """gpt-oss' experts: gate and up, which take turns, apart, and blocks with their scales before them."""
+    parts = [("gate", slice(0, None, 2)), ("up", slice(1, None, 2))] if which == "gate_up" else [("down", slice(None))]
+    if what == "_bias":
+        return {f"blk.{layer}.ffn_{part}_exps.bias": stored(tensor[:, rows]) for part, rows in parts}
+    if what == "":
+        return {f"blk.{layer}.ffn_{part}_exps.weight": stored(tensor.mT[:, rows], kind) for part, rows in parts}
+    if what == "_scales":
+        return {}
+    codes = torch.stack((tensor & 0xF, tensor >> 4), -1).flatten(-2)
+    halves = codes[..., :16] | codes[..., 16:] << 4
+    scales = tensors[f"model.layers.{layer}.mlp.experts.{which}_proj_scales"].unsqueeze(-1)
+    blocks = torch.cat((scales, halves), -1)
+    return {
+        f"blk.{layer}.ffn_{part}_exps.weight": Stored(
+            blocks[:, rows].contiguous().numpy().tobytes(), (*blocks[:, rows].shape[:2], 32 * blocks.shape[2]), "MXFP4"
+        )
+        for part, rows in parts
+    }
 
 
 def _llama3_factors(rope: dict[str, Any], head_dim: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen2moe", "qwen2_moe", {"mlp_only_layers": []}),
     ("granite", "granite", {}),
     ("granitemoe", "granite_moe", {}),
+    ("gpt-oss", "gpt_oss", {}),
     ("olmo2", "olmo2", {}),
     ("olmo2", "olmo3", {}),
     ("olmoe", "olmoe", {}),

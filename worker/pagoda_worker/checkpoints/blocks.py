@@ -12,16 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagoda_worker.kernels.quantized import FLOATS, powers
+
 AT_ONCE = 1 << 19  # values that are widened together: as many as a cache holds in float32
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True)
 class Levels:
-    """(levels - 2**(bits - 1)) * scales, 32 levels to a scale."""
+    """(levels - 2**(bits - 1)) * scales, 32 levels to a scale. `coded`: levels are numbers of E2M1, by their bits."""
 
     bits: int
     of: Callable[[Tensor], tuple[Tensor, Tensor]]  # blocks [B, bytes] -> uint8 [B, values], float32 [B, values / 32]
+    coded: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,10 @@ class Block:
         if self.levels is None:
             raise TypeError("a block has levels or floats")
         levels, scales = self.levels.of(blocks)
-        signed = levels.float() - (1 << self.levels.bits - 1)
+        if self.levels.coded:
+            signed = torch.tensor(FLOATS, device=levels.device)[levels.long()]
+        else:
+            signed = levels.float() - (1 << self.levels.bits - 1)
         return (signed.view(*scales.shape, -1) * scales.unsqueeze(-1)).flatten(1)
 
 
@@ -82,6 +88,10 @@ def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return _nibbles(blocks[:, 2:]), _half(blocks, 0)
+
+
+def _mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return _nibbles(blocks[:, 1:]), powers(blocks[:, :1])
 
 
 def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,6 +175,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
 BLOCKS = {
     "Q8_0": Block(32, 34, Levels(8, _q8_0)),
     "Q4_0": Block(32, 18, Levels(4, _q4_0)),
+    "MXFP4": Block(32, 17, Levels(4, _mxfp4, coded=True)),
     "Q5_0": Block(32, 22, Levels(8, _q5_0)),
     "IQ4_NL": Block(32, 18, Levels(8, _iq4_nl)),
     "IQ4_XS": Block(256, 136, Levels(8, _iq4_xs)),

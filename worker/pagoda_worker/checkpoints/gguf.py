@@ -38,9 +38,10 @@ FOUR_NORMS = {
     "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-SHARED_GATE = "ffn_gate_inp_shexp"
+SHARED_GATE, SINKS = "ffn_gate_inp_shexp", "attn_sinks"
 OF_FAMILY: Mapping[str, Mapping[str, str]] = {
     "gemma2": FOUR_NORMS, "gemma3": FOUR_NORMS, "olmo2": FOUR_NORMS, "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm", SINKS: "self_attn.sinks"},
     "qwen2moe": {
         SHARED_GATE: "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
         "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
@@ -82,7 +83,7 @@ def _entries(gguf: Gguf, family: str) -> tuple[dict[str, Entry], dict[str, Undo]
             continue
         if len(tensor.shape) == 1 and tensor.kind in BLOCKS:
             raise gguf.bad(f"tensor {stored!r} is a list in blocks, which no converter makes")
-        many = tensor.shape[0] if len(tensor.shape) == 3 else 1
+        many = tensor.shape[0] if len(tensor.shape) == 3 or stored.endswith("_exps.bias") else 1
         if len(entries) + many > MOST_ENTRIES:
             raise gguf.bad(f"tensor {stored!r} has {many} matrices, more than any model has with those before it")
         for name, entry in _published(gguf, family, stored, tensor):
@@ -102,20 +103,21 @@ def _published(gguf: Gguf, family: str, stored: str, tensor: GgufTensor) -> Iter
         return
     match = _LAYER.fullmatch(stored)
     layer, part, kind = match.groups() if match else ("", "", "")
-    if part in EXPERTS and kind == "weight" and len(tensor.shape) == 3:
+    dimensions = len(tensor.shape)
+    if part in EXPERTS and dimensions == (3 if kind == "weight" else 2):
         size = (tensor.end - tensor.begin) // tensor.shape[0]
         for expert in range(tensor.shape[0]):
             begin = tensor.begin + expert * size
-            name = f"model.layers.{layer}.{EXPERTS[part].format(expert)}.weight"
+            name = f"model.layers.{layer}.{EXPERTS[part].format(expert)}.{kind}"
             yield name, Entry(tensor.file, tensor.kind, tensor.shape[1:], begin, begin + size)
         return
     known = {**PARTS, **OF_FAMILY.get(family, {})}
     if part not in known:
         raise gguf.bad(f"tensor {stored!r} is none that a model of architecture {family!r} has here")
     entry = _entry(tensor)
-    if part == SHARED_GATE and len(entry.shape) == 1:  # a matrix of one row, which converters write without it
+    if part == SHARED_GATE and dimensions == 1:  # a matrix of one row, which converters write without it
         entry = replace(entry, shape=(1, *entry.shape))
-    yield f"model.layers.{layer}.{known[part]}.{kind}", entry
+    yield f"model.layers.{layer}.{known[part]}{'' if part == SINKS else f'.{kind}'}", entry
 
 
 def _entry(tensor: GgufTensor) -> Entry:

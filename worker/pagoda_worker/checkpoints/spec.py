@@ -299,6 +299,7 @@ def _expert_tensors(names: Names, moe: MoeShape, hidden: int) -> dict[str, tuple
     if moe.bias:
         shapes[f"{names.router}.bias"] = (count,)
         shapes |= {f"{stack}_bias": (count, shape[0]) for stack, shape in stacks.items()}
+        shapes |= {f"{one}.bias": shape[:1] for one, shape in _expert_matrices(names, moe, hidden).items()}
     for stack, shape in stacks.items():
         shapes[stack] = (count, *(shape[::-1] if names.expert_inputs_first else shape))
     return shapes

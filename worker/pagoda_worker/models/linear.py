@@ -143,14 +143,18 @@ class Packer:
         count = moe.routing.experts
         favour = self.source.exact(prefix + names.favour) if moe.favour else None
         if "{}" in names.expert_down:
-            experts: Iterable[Expert] = (self._expert(prefix, names, expert) for expert in range(count))
+            experts: Iterable[Expert] = (self._expert(prefix, names, expert, moe.bias) for expert in range(count))
         else:
             experts = self._stacked_experts(prefix, names, moe)
         return self.ops.pack_experts(experts, count, favour)
 
-    def _expert(self, prefix: str, names: Names, expert: int) -> Expert:
-        up = [self.source.linear(prefix + part.format(expert)) for part in names.expert_up]
-        return Expert(joined(up, self.dtype), self.source.linear(prefix + names.expert_down.format(expert)))
+    def _expert(self, prefix: str, names: Names, expert: int, biased: bool) -> Expert:
+        up, down = [prefix + part.format(expert) for part in names.expert_up], prefix + names.expert_down.format(expert)
+        matrices = joined([self.source.linear(part) for part in up], self.dtype), self.source.linear(down)
+        if not biased:
+            return Expert(*matrices)
+        up_bias = torch.cat([self.source.tensor(f"{part}.bias") for part in up])
+        return Expert(*matrices, up_bias, self.source.tensor(f"{down}.bias"))
 
     def _stacked_experts(self, prefix: str, names: Names, moe: MoeShape) -> Iterator[Expert]:
         """Of tensors with those of all."""

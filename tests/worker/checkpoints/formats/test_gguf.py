@@ -12,7 +12,7 @@ from pagoda_worker.checkpoints.blocks import BLOCKS
 from pagoda_worker.checkpoints.fingerprint import Entry
 from pagoda_worker.checkpoints.formats.gguf import BlockPacking, block_layout, rounding_remark
 from pagoda_worker.checkpoints.formats.layout import Stored
-from pagoda_worker.kernels.quantized import Format, dequantize
+from pagoda_worker.kernels.quantized import Format, dequantize, exponents, powers
 
 EXACT = {kind for kind, block in BLOCKS.items() if block.levels is not None}
 
@@ -29,7 +29,7 @@ def entry(kind: str, blocks: int = 1) -> Entry:
 
 
 def test_what_has_a_scale_for_32_values_and_no_minimum_is_exact() -> None:
-    assert {"Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"} == EXACT
+    assert {"Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS", "MXFP4"} == EXACT
 
 
 @pytest.mark.parametrize("kind", sorted(EXACT))
@@ -41,7 +41,9 @@ def test_levels_are_the_values_without_rounding(kind: str) -> None:
     assert (weight.bits, weight.group, weight.activation_bits) == (
         packing.form.bits, packing.form.group, packing.form.activation_bits,
     )  # fmt: skip
-    if weight.bits == 4:  # a back end may keep these scales as float16
+    if weight.floats:  # a back end may keep these scales as exponents
+        assert torch.equal(weight.scales, powers(exponents(weight.scales)))
+    elif weight.bits == 4:  # and these as float16
         assert torch.equal(weight.scales, weight.scales.half().float())
 
 
@@ -56,6 +58,7 @@ def test_others_are_off_by_half_a_level_of_int8_at_most(kind: str) -> None:
 
 def test_forms() -> None:
     assert BlockPacking("Q4_0").form == Format(bits=4, group=32, activation_bits=16)
+    assert BlockPacking("MXFP4").form == Format(bits=4, group=32, activation_bits=16, floats=True)
     assert BlockPacking("Q8_0").form == BlockPacking("Q6_K").form == Format(bits=8, group=32, activation_bits=8)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.worker.models.checkpoints import NATIVE, make_model, prompts, save
+from tests.worker.models.gguf_models import write_gguf
 from tests.worker.models.harness import logits_of
 
 from pagoda_worker.checkpoints.checkpoint import CheckpointError
@@ -86,6 +87,17 @@ def test_native_kernels_take_blocks_as_they_are(written: tuple[Any, Path], caplo
     error, other = ((one.log_softmax(-1) - expected).abs().mean() for one in (got, widened))
     assert error < 1.25 * other + 1e-3
     assert torch.equal(logits_of(loaded, ids, [7]), got)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype"), [("torch", "float32"), *([("native", "bfloat16")] if LIBRARY.exists() else [])]
+)
+def test_a_gguf_file_of_it_is_the_same_model(
+    written: tuple[Any, Path], kernels: str, dtype: str, tmp_path: Path
+) -> None:
+    (model, path), ids = written, prompts()[-1]
+    ours = load(write_gguf(path, model.config, "gpt-oss", tmp_path / "m.gguf"), dtype=dtype, kernels=kernels)
+    assert torch.equal(logits_of(ours, ids, [50]), logits_of(load(path, dtype=dtype, kernels=kernels), ids, [50]))
 
 
 def test_what_is_refused_is_named(written: tuple[Any, Path], tmp_path: Path) -> None:

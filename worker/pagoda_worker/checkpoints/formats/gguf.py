@@ -32,7 +32,7 @@ class BlockPacking:
         levels = BLOCKS[self.kind].levels
         if levels is None or levels.bits == 8:
             return ROUNDED
-        return Format(bits=levels.bits, group=GROUP, activation_bits=16)
+        return Format(bits=levels.bits, group=GROUP, activation_bits=16, floats=levels.coded)
 
     def tensors(self, linear: str, shape: tuple[int, int]) -> dict[str, Wanted]:
         return {"weight": Wanted(shape, (self.kind,))}
@@ -56,6 +56,7 @@ class BlockPacking:
             zeros=None,
             bits=self.form.bits,
             activation_bits=self.form.activation_bits,
+            floats=self.form.floats,
         )
 
 

@@ -167,6 +167,7 @@ def read_gpt_oss(config: ConfigReader) -> DecoderSpec:
         **common_fields(config) | {"norm_eps": config.positive("rms_norm_eps", 1e-5)},
         layers=tuple(LayerSpec(attention=replace(attention, window=window), rope=rope, mlp=moe) for window in windows),
         names=GPT_OSS,
+        spellings=(QWEN,),
         qkv_bias=bias,
         out_bias=bias,
     )
