@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagoda.cli import main
 from pagoda.commands.doctor import Finding, _contexts
 from pagoda.processes.process import EXIT_CONFIG
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.loading.foresight import contexts_of
 
 GEMMA3 = {
@@ -21,6 +23,7 @@ GEMMA3 = {
     "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16,
 }  # fmt: skip
 LINE = 2 * 2 * 16 * 2  # bytes of a token's K and V in a layer
+LATENTS = 3 * (32 + 16) * 2  # bytes of a token's latents in three layers
 BLOCK = 32
 
 
@@ -58,18 +61,28 @@ def test_options_are_those_of_serve(tmp_path: Path, given: dict[str, Any], token
     assert len(others) == 1
 
 
-def test_it_is_what_a_worker_says_at_its_start(tmp_path: Path) -> None:
-    """Of a model that is there, whose layers differ: the same numbers from its file as from the model."""
+@pytest.mark.parametrize(
+    ("name", "kernels", "said"),
+    [
+        ("llama4", "torch", "of what it would if all layers kept all"),
+        ("deepseek_v3", "torch", f"takes {1024 * LATENTS / 2**20:.1f} MiB"),
+        ("deepseek_v3", "native", f"takes {2 * 1024 * LATENTS / 2**20:.1f} MiB"),
+    ],
+)
+def test_it_is_what_a_worker_says_at_its_start(tmp_path: Path, name: str, kernels: str, said: str) -> None:
+    """Of a model that is there, whose layers differ or have latents: the same numbers from its file as from it."""
     from tests.worker.models.checkpoints import NATIVE, make_model, save
 
     from pagoda_worker.loading.model import load_model
     from pagoda_worker.loading.retention import context_cost, settled
 
-    path = save(make_model(*NATIVE["llama4"]), tmp_path)
-    config = WorkerConfig(model=str(path), device="cpu", block_size=16, max_tokens_per_step=32, kernels="torch")
+    if kernels == "native" and not LIBRARY.exists():
+        pytest.skip("no C++ compiler here")
+    path = save(make_model(*NATIVE[name]), tmp_path, torch.bfloat16)
+    config = WorkerConfig(model=str(path), device="cpu", block_size=16, max_tokens_per_step=32, kernels=kernels)
     (loaded,) = settled(config, load_model(config))
     assert contexts_of(config)[0] == context_cost(loaded, 16)
-    assert "of what it would if all layers kept all" in contexts_of(config)[0]
+    assert said in contexts_of(config)[0]
 
 
 @pytest.mark.parametrize(

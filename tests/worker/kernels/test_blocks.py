@@ -40,9 +40,9 @@ def shape(quantized: bool) -> KVShape:
     return KVShape(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.bfloat16, quantized=quantized)
 
 
-def written(ops: Ops, quantized: bool, seed: int = 0) -> object:
+def written(ops: Ops, quantized: bool, seed: int = 0, of: KVShape | None = None) -> object:
     """A cache with numbers in all of its blocks."""
-    kv = ops.new_kv_cache(shape(quantized), NUM_BLOCKS, BLOCK)
+    kv = ops.new_kv_cache(of or shape(quantized), NUM_BLOCKS, BLOCK)
     generator = torch.Generator().manual_seed(seed)
     for layer in range(LAYERS):
         k, v = torch.randn(2, NUM_BLOCKS * BLOCK, KV_HEADS, DIM, generator=generator).bfloat16().unbind(0)
@@ -111,6 +111,32 @@ def test_blocks_that_moved_are_attended_to_as_if_written_here(
         assert torch.equal(ops.attend(query, moved, layer, ops.plan(there, moved), ATTENTION), expected)
     untouched = ops.export_blocks(moved, [0, 2, 3, 5, 7])
     assert same(untouched, ops.export_blocks(written(ops, quantized, seed=9), [0, 2, 3, 5, 7]))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("target", NAMES[:2])
+@pytest.mark.parametrize("source", NAMES[:2])
+def test_blocks_of_one_plane_move_likewise(
+    back_ends: dict[str, Ops], source: str, target: str, quantized: bool
+) -> None:
+    ops, other = back_ends[target], back_ends[source]
+    once = replace(shape(quantized), planes=1)
+    exported = other.export_blocks(written(other, quantized, of=once), [0, 1, 2])
+    assert exported.cells.shape == (3, 1, LAYERS, KV_HEADS, BLOCK, DIM)
+    assert (None if exported.scales is None else exported.scales.shape) == (
+        exported.cells.shape[:-1] if quantized else None
+    )
+    both = other.export_blocks(written(other, quantized), [0, 1, 2])
+    assert torch.equal(exported.cells, both.cells[:, :1])
+    moved = written(ops, quantized, seed=9, of=once)
+    ops.import_blocks(moved, [4, 1, 6], exported)
+    ops.copy_blocks(moved, [(4, 1), (1, 4)])
+    assert same(ops.export_blocks(moved, [1, 4, 6]), exported)
+    untouched = ops.export_blocks(moved, [0, 2, 3, 5, 7])
+    assert same(untouched, ops.export_blocks(written(ops, quantized, seed=9, of=once), [0, 2, 3, 5, 7]))
+    for planes, blocks in ((2, exported), (1, both)):
+        with pytest.raises(ValueError, match="do not fit"):
+            ops.import_blocks(written(ops, quantized, of=replace(once, planes=planes)), [0, 1, 2], blocks)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,7 +10,8 @@ from tests.worker.kernels.backends import TOLERANCE, ops_of
 from tests.worker.kernels.levels import levels
 
 from pagoda_worker.checkpoints.rope import RopeShape, RotaryTable
-from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.aten import AtenOps
+from pagoda_worker.kernels.kv_cache import KVCache, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Ops
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.rows.batch import batch_of_spans
@@ -42,6 +43,10 @@ def test_a_linear_layer_for_each_head(backend: tuple[str, torch.dtype], heads: i
     assert torch.equal(ops_of(name, dtype, 3).head_linear(x, packed), got)
 
 
+def shape_of(dtype: torch.dtype, planes: int, quantized: bool = False) -> KVShape:
+    return KVShape(num_layers=1, num_kv_heads=1, head_dim=DIM, dtype=dtype, planes=planes, quantized=quantized)
+
+
 class Rows:
     """Rows of (new tokens, context) whose queries and latents are drawn once, whoever computes with them."""
 
@@ -53,10 +58,17 @@ class Rows:
         self.turning = numbers(self.total, TURNS, seed=4).to(dtype)
         self.table = RotaryTable(RopeShape(theta=1e4, head_dim=DIM, turning=TURNS), 2048, CPU)
 
-    def attended(self, ops: Ops, count: int | None = None) -> torch.Tensor:
+    def wide(self) -> Rows:
+        """The same in float64."""
+        wide = Rows(self.dtype, self.rows)
+        wide.dtype = torch.float64
+        wide.query, wide.latent, wide.turning = (one.double() for one in (self.query, self.latent, self.turning))
+        return wide
+
+    def attended(self, ops: Ops, count: int | None = None, planes: int = 2, quantized: bool = False) -> torch.Tensor:
         """Of each row's last tokens, `count` at a time."""
         tables = self._tables()
-        kept = KVShape(num_layers=1, num_kv_heads=1, head_dim=DIM, dtype=self.dtype)
+        kept = shape_of(self.dtype, planes, quantized)
         kv = ops.new_kv_cache(kept, int(tables.max()) + 1, BLOCK)
         self._step(ops, kv, [(0, context) for _, context in self.rows], tables)
         results = []
@@ -92,27 +104,89 @@ class Rows:
 LENGTHS = [(1, 300), (9, 70), (1, 1), (3, 600)]
 
 
+def planes_of(ops: Ops) -> tuple[int, ...]:
+    return (1, 2) if ops.keeps_latents_once else (2,)
+
+
+def outward_of(dtype: torch.dtype) -> torch.Tensor:
+    """What brings a head's values back [Hq, 20, D], which takes nothing of the dimensions that turn."""
+    outward = numbers(HEADS, 20, DIM, seed=5) * RANK**-0.5
+    outward[:, :, : TURNS // 2] = 0.0
+    outward[:, :, DIM // 2 : (DIM + TURNS) // 2] = 0.0
+    return outward.to(dtype)
+
+
 def test_attention_over_latents_is_near_the_reference(backend: tuple[str, torch.dtype]) -> None:
     name, dtype = backend
-    got = Rows(dtype, LENGTHS).attended(ops_of(name, dtype))
-    wide = Rows(dtype, LENGTHS)
-    wide.dtype = torch.float64
-    wide.query, wide.latent, wide.turning = (one.double() for one in (wide.query, wide.latent, wide.turning))
-    expected = wide.attended(reference)
-    assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
+    rows, ops = Rows(dtype, LENGTHS), ops_of(name, dtype)
+    for planes in planes_of(ops):
+        expected = rows.wide().attended(reference, planes=planes)
+        got = rows.attended(ops, planes=planes)
+        assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
 
 
 def test_its_bits_depend_on_no_chunks_and_no_threads(backend: tuple[str, torch.dtype]) -> None:
     name, dtype = backend
+    rows, ops = Rows(dtype, LENGTHS), ops_of(name, dtype)
+    for planes in planes_of(ops):
+        whole = rows.attended(ops, planes=planes)
+        assert torch.equal(rows.attended(ops, 1, planes), whole)
+        assert torch.equal(rows.attended(ops_of(name, dtype, 3), 2, planes), whole)
+
+
+ONCE = [(AtenOps(CPU, torch.bfloat16), torch.bfloat16), (AtenOps(CPU), torch.float32), (reference, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("ops", "dtype"), ONCE, ids=["torch bfloat16", "torch float32", "reference"])
+@pytest.mark.parametrize("count", [None, 1])
+def test_what_leads_back_gives_the_same_bits_of_values_that_are_keys(
+    ops: Ops, dtype: torch.dtype, count: int | None
+) -> None:
     rows = Rows(dtype, LENGTHS)
-    whole = rows.attended(ops_of(name, dtype))
-    assert torch.equal(rows.attended(ops_of(name, dtype), 1), whole)
-    assert torch.equal(rows.attended(ops_of(name, dtype, 3), 2), whole)
+    once, twice = (rows.attended(ops, count, planes) for planes in (1, 2))
+    outward = ops.pack_heads(outward_of(dtype))
+    expected = ops.head_linear(twice, outward)
+    assert not torch.equal(once, twice)  # of what turns
+    assert torch.equal(ops.head_linear(once, outward), expected)
 
 
-def test_values_are_what_keys_are_before_they_turn() -> None:
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("ops", [AtenOps(CPU), reference], ids=lambda ops: ops.name)
+def test_a_line_is_kept_once(ops: Ops, quantized: bool) -> None:
+    """It is the turned key that two planes have, and what it takes is what is said."""
+    rows = Rows(torch.float32, [(20, 20)])
+    batch = batch_of_spans([(0, 20)], torch.arange(2, dtype=torch.int32)[None])
+    caches = []
+    for planes in (1, 2):
+        shape = shape_of(torch.float32, planes, quantized)
+        kv = ops.new_kv_cache(shape, 2, BLOCK)
+        assert isinstance(kv, KVCache)
+        assert sum(one.nbytes for one in (*kv.layers, *kv.scales)) == 3 * shape.bytes_per_block(BLOCK)
+        rotation = rows.table.at(batch.positions)
+        query = ops.latent_write(rows.query.clone(), rows.latent, rows.turning, rotation, kv, 0, batch.kv_indices)
+        caches.append((kv.read(0, torch.arange(2)), kv.gather(0, torch.arange(2)).clone(), query.clone()))
+    (read, gathered, query), (both, _, expected) = caches
+    assert torch.equal(query, expected)
+    assert read.shape == gathered.shape == both.shape
+    assert torch.equal(gathered, read)
+    assert torch.equal(read[:, :, 0], both[:, :, 0])
+    assert torch.equal(read[:, :, 1], both[:, :, 0])
+    assert not torch.equal(read[:, :, 1], both[:, :, 1])
+
+
+def test_lines_in_int8_are_attended_to_as_the_reference_does() -> None:
+    """Nearer than they are to lines that are not rounded."""
+    rows = Rows(torch.float32, LENGTHS)
+    got = rows.attended(AtenOps(CPU), planes=1, quantized=True)
+    assert torch.equal(rows.attended(AtenOps(CPU), 1, 1, True), got)
+    expected = rows.attended(reference, planes=1, quantized=True)
+    rounding = (rows.attended(reference, planes=1) - expected).abs().mean()
+    assert (got - expected).abs().mean() < 0.01 * rounding
+
+
+def test_values_of_their_own_are_what_keys_are_before_they_turn() -> None:
     """Half of what turns, half of the latent, and the other halves."""
-    kv = reference.new_kv_cache(KVShape(num_layers=1, num_kv_heads=1, head_dim=DIM, dtype=torch.float32), 1, BLOCK)
+    kv = reference.new_kv_cache(shape_of(torch.float32, 2), 1, BLOCK)
     rows = Rows(torch.float32, [(3, 3)])
     batch = batch_of_spans([(0, 3)], torch.zeros(1, 1, dtype=torch.int32))
     rotation = rows.table.at(batch.positions)
@@ -129,6 +203,14 @@ def test_values_are_what_keys_are_before_they_turn() -> None:
 
 @pytest.mark.parametrize("level", levels()[-1:])
 def test_latents_as_whole_numbers_are_refused_where_sums_would_overflow(level: str) -> None:
-    kept = KVShape(num_layers=1, num_kv_heads=1, head_dim=DIM, dtype=torch.bfloat16, quantized=True)
+    kept = shape_of(torch.bfloat16, 2, quantized=True)
     with pytest.raises(BackendError, match="int8 for heads of up to 256 dimensions, not 576"):
         ops_of(level, torch.bfloat16).new_kv_cache(kept, 2, BLOCK)
+
+
+@pytest.mark.parametrize("level", levels()[-1:])
+def test_lines_that_would_be_kept_once_are_refused_where_values_lie_otherwise(level: str) -> None:
+    ops = ops_of(level, torch.bfloat16)
+    assert not ops.keeps_latents_once
+    with pytest.raises(BackendError, match="keeps both"):
+        ops.new_kv_cache(shape_of(torch.bfloat16, 1), 2, BLOCK)

@@ -48,6 +48,15 @@ def test_a_quantised_cache_counts_its_scales() -> None:
     assert num_kv_blocks(config_of(kv_cache_gib=0.5), Needs((rounded,))) == GIB // 2 // (32 * 1088)
 
 
+def test_values_that_are_keys_take_nothing() -> None:
+    """As latents of DeepSeek's models are kept: once, but where a back end reads values otherwise."""
+    both = KVShape(num_layers=1, num_kv_heads=1, head_dim=512 + 64, dtype=torch.bfloat16)
+    once = replace(both, planes=1)
+    assert (once.bytes_per_token, both.bytes_per_token) == (1152, 2304)
+    assert replace(once, quantized=True).bytes_per_token == 576 + 4
+    assert num_kv_blocks(config_of(kv_cache_gib=0.5), Needs((once,))) == GIB // 2 // (32 * 1152)
+
+
 def test_blocks_as_configured() -> None:
     assert num_kv_blocks(config_of(num_blocks=40, kv_cache_gib=1), Needs()) == 40
 

@@ -18,7 +18,9 @@ from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.loading.memory import num_kv_blocks
 from pagoda_worker.loading.model import LoadedModel, load_model
 
-NAMES = ["llama", "mistral", "qwen3", "gemma3"]
+# Latents without experts: which of them are chosen may turn on any rounding, and then changes much.
+MODELS = NATIVE | FALLBACK | {"latents": ("deepseek_v3", NATIVE["deepseek_v3"][1] | {"first_k_dense_replace": 3})}
+NAMES = ["llama", "mistral", "qwen3", "gemma3", "latents"]
 KERNELS = ["torch", *(["native"] if LIBRARY.exists() else [])]
 Load = Callable[..., LoadedModel]
 
@@ -27,7 +29,7 @@ Load = Callable[..., LoadedModel]
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     @cache
     def checkpoint(name: str) -> Path:
-        return save(make_model(*(NATIVE | FALLBACK)[name]), tmp_path_factory.mktemp(name), torch.bfloat16)
+        return save(make_model(*MODELS[name]), tmp_path_factory.mktemp(name), torch.bfloat16)
 
     @cache
     def make(name: str, kernels: str, kv_cache_dtype: str = "int8", dtype: str = "bfloat16") -> LoadedModel:
@@ -102,13 +104,14 @@ def test_log_probabilities_stay_near_those_over_bfloat16(load: Load, name: str, 
         assert (got - expected)[expected > -6].abs().mean() < BOUND
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES[:-1], "deepseek_v3"])
 def test_torch_and_reference_round_alike_in_float32(load: Load, name: str) -> None:
     tokens = prompts(longest=150)[-1]
     expected = log_probabilities(load(name, "reference", "int8", "float32"), tokens)
     got = log_probabilities(load(name, "torch", "int8", "float32"), tokens)
     plain = log_probabilities(load(name, "reference", "auto", "float32"), tokens)
-    # A number that lies between two levels may fall to either side by the last bit of float32, rarely.
+    # A number that lies between two levels may fall to either side by the last bit of float32, rarely: of "latents" one
+    # does, whose token all others see, but none of the same model with experts.
     assert (got - expected).abs().mean() < 0.01 * (plain - expected).abs().mean()
 
 

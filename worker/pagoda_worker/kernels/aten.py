@@ -148,14 +148,14 @@ class AtenOps(HostOps):
     ) -> Tensor:
         num_kv_heads, head_dim = kv.shape.num_kv_heads, kv.shape.head_dim
         heads = qkv.view(qkv.shape[0], -1, head_dim)
-        turning = heads[:, :-num_kv_heads]
+        turning = heads[:, : heads.shape[1] - kv.shape.value_heads]
         wide = turning.float()
         if norm is not None:
             wide = norm.of(wide, num_kv_heads, _normed)
         if rotation is not None:
             wide = (wide * rotation.cos).add_(wide.roll(head_dim // 2, -1).mul_(rotation.sin))
         turning.copy_(wide)
-        num_query = heads.shape[1] - 2 * num_kv_heads
+        num_query = turning.shape[1] - num_kv_heads
         kv.write(layer, kv_indices, qkv[:, num_query * head_dim :])
         return heads[:, :num_query]
 

@@ -93,6 +93,7 @@ class FlashOps:
 
     def __init__(self, triton: Ops, library: Library) -> None:
         self.device = triton.device
+        self.keeps_latents_once = triton.keeps_latents_once
         self.library = library
         self.numerics = library.title
         for operation in FAMILIES["attention"]:

@@ -3,16 +3,16 @@
 Layers that keep the same are a *group*: a cache is one group's, a model's KV cache has one for each (nearly always one
 in all). Groups that keep the same tokens go by one of a row's block tables; see `loading.retention`.
 
-    layers[l]   [num_blocks + 1, block_size, 2, Hkv, D]     2: K, then V
+    layers[l]   [num_blocks + 1, block_size, P, Hkv, D]     P planes: K, then V; one where a value is its key
 
 A token's K and V are one contiguous line, so a step writes both with one indexed copy and a row's blocks come out of
-one indexed read as [tokens, 2, Hkv, D]. The last block is nobody's: it stays zero and pads the block tables.
+one indexed read as [tokens, P, Hkv, D]. The last block is nobody's: it stays zero and pads the block tables.
 
 Quantised, K and V are whole numbers with one scale per token and head (`quantize`), and attention computes with the
 numbers that come back out (`dequantize`). That is the definition for every back end. One may round what meets them, no
 coarser than bfloat16 would where it counts.
 
-    scales[l]   [num_blocks + 1, block_size, 2, Hkv]        float32
+    scales[l]   [num_blocks + 1, block_size, P, Hkv]        float32
 
 Masked positions are multiplied by exactly zero, which hides stale numbers but not stale NaN. A row that computed NaN
 therefore quarantines its blocks: they are zeroed before another row writes its first token into them.
@@ -46,22 +46,29 @@ class KVShape:
     window: int | None = None  # tokens that its layers see at most; None: all
     chunked: bool = False  # see `AttentionShape`
     table: int = 0  # by which of a row's block tables its layers go
+    planes: int = 2  # K and V, or 1: K, which is V too
 
     @property
     def stored_dtype(self) -> torch.dtype:
         return torch.int8 if self.quantized else self.dtype
 
     @property
+    def value_heads(self) -> int:
+        """How many of a token's heads are values of their own."""
+        return self.num_kv_heads * (self.planes - 1)
+
+    @property
     def bytes_per_token(self) -> int:
         scale_bytes = SCALE_DTYPE.itemsize if self.quantized else 0
-        return self.num_layers * 2 * self.num_kv_heads * (self.head_dim * self.stored_dtype.itemsize + scale_bytes)
+        lines = self.num_layers * self.planes * self.num_kv_heads
+        return lines * (self.head_dim * self.stored_dtype.itemsize + scale_bytes)
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.bytes_per_token * block_size
 
     def cells_per_block(self, block_size: int) -> tuple[int, ...]:
         """The sizes of one block's numbers outside of any cache, see `Blocks`; of its scales, less the last of them."""
-        return (2, self.num_layers, self.num_kv_heads, block_size, self.head_dim)
+        return (self.planes, self.num_layers, self.num_kv_heads, block_size, self.head_dim)
 
 
 class KVLayer(NamedTuple):
@@ -98,13 +105,13 @@ def dequantize(levels: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """n blocks outside of any cache, laid out the same for every back end. 2: K, then V.
+    """n blocks outside of any cache, laid out the same for every back end. P planes: see `KVShape`.
 
     Cells of a block to which no token was written hold anything.
     """
 
-    cells: Tensor  # [n, 2, num_layers, Hkv, block_size, D] in the stored dtype
-    scales: Tensor | None  # [n, 2, num_layers, Hkv, block_size] float32 if quantised
+    cells: Tensor  # [n, P, num_layers, Hkv, block_size, D] in the stored dtype
+    scales: Tensor | None  # [n, P, num_layers, Hkv, block_size] float32 if quantised
 
     def check(self, shape: KVShape, block_size: int, num_blocks: int) -> None:
         """Raises ValueError unless these are `num_blocks` blocks of a cache of this shape."""
@@ -127,8 +134,8 @@ class KVCache:
     block_size: int
     layers: list[Tensor]
     scales: list[Tensor] = field(default_factory=list)  # none unless quantised
-    lines: list[Tensor] = field(init=False)  # [(num_blocks + 1) * block_size, 2 * Hkv * D]
-    blocks: list[Tensor] = field(init=False)  # [num_blocks + 1, block_size * 2 * Hkv * D]
+    lines: list[Tensor] = field(init=False)  # [(num_blocks + 1) * block_size, P * Hkv * D]
+    blocks: list[Tensor] = field(init=False)  # [num_blocks + 1, block_size * P * Hkv * D]
     quarantined: set[int] = field(default_factory=set)
     _gathered: Tensor = field(init=False)
 
@@ -143,7 +150,7 @@ class KVCache:
         return [*self.layers, *self.scales]
 
     def write(self, layer: int, places: Tensor, lines: Tensor) -> None:
-        """lines [T, 2 * Hkv * D], K before V, to tokens `places` [T] of the cache."""
+        """lines [T, P * Hkv * D], K before V, to tokens `places` [T] of the cache."""
         if self.shape.quantized:
             levels, scales = quantize(lines.view(len(lines), -1, self.shape.head_dim))
             self.scales[layer].flatten(2).flatten(0, 1).index_copy_(0, places, scales)
@@ -151,15 +158,15 @@ class KVCache:
         self.lines[layer].index_copy_(0, places, lines)
 
     def read(self, layer: int, block_ids: Tensor) -> Tensor:
-        """Blocks [n, block_size, 2, Hkv, D] as they are stored, or dequantised in float32 at least."""
+        """K and V of blocks [n, block_size, 2, Hkv, D] as they are stored, or dequantised in float32 at least."""
         cells = self.layers[layer][block_ids]
-        if not self.shape.quantized:
-            return cells
-        wide = torch.promote_types(self.shape.dtype, SCALE_DTYPE)
-        return dequantize(cells, self.scales[layer][block_ids]).to(wide)
+        if self.shape.quantized:
+            wide = torch.promote_types(self.shape.dtype, SCALE_DTYPE)
+            cells = dequantize(cells, self.scales[layer][block_ids]).to(wide)
+        return cells.expand(-1, -1, 2, -1, -1)
 
     def gather(self, layer: int, block_ids: Tensor) -> Tensor:
-        """Copies of blocks [n, block_size * 2 * Hkv * D] in the run dtype, valid until the next call.
+        """K and V of blocks [n, block_size, 2, Hkv, D], copied in the run dtype, valid until the next call.
 
         They share one buffer that lives as long as the cache: fresh memory of this size would come from the kernel,
         page by page, in every layer.
@@ -167,12 +174,13 @@ class KVCache:
         if len(self._gathered) < len(block_ids):
             self._gathered = self._gathered.new_empty((len(block_ids), self._gathered.shape[1]))
         out = self._gathered[: len(block_ids)]
-        if not self.shape.quantized:
-            return torch.index_select(self.blocks[layer], 0, block_ids, out=out)
-        levels = self.layers[layer].index_select(0, block_ids)
-        scales = self.scales[layer].index_select(0, block_ids).unsqueeze(-1)
-        torch.mul(levels, scales, out=out.view(levels.shape))
-        return out
+        cells = out.view(len(out), *self.layers[layer].shape[1:])
+        if self.shape.quantized:
+            levels = self.layers[layer].index_select(0, block_ids)
+            torch.mul(levels, self.scales[layer].index_select(0, block_ids).unsqueeze(-1), out=cells)
+        else:
+            torch.index_select(self.blocks[layer], 0, block_ids, out=out)
+        return cells.expand(-1, -1, 2, -1, -1)
 
     @property
     def empty_block(self) -> int:
@@ -194,7 +202,7 @@ class KVCache:
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.layers[0].device)
 
         def tokens_inside(tensors: list[Tensor]) -> Tensor:
-            """[n, block_size, 2, Hkv, ...] per layer -> [n, 2, num_layers, Hkv, block_size, ...]"""
+            """[n, block_size, P, Hkv, ...] per layer -> [n, P, num_layers, Hkv, block_size, ...]"""
             return torch.stack([tensor[ids].moveaxis(1, 3) for tensor in tensors], 2)
 
         scales = tokens_inside(self.scales) if self.shape.quantized else None
@@ -234,7 +242,7 @@ class KVCache:
 
 
 def new_kv_cache(shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
-    size = (num_blocks + 1, block_size, 2, shape.num_kv_heads, shape.head_dim)
+    size = (num_blocks + 1, block_size, shape.planes, shape.num_kv_heads, shape.head_dim)
 
     def layers(size: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         return [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]

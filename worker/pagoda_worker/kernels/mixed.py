@@ -25,6 +25,7 @@ class _Mixed:
         self.own_threads = all(ops.own_threads for ops in used.values())
         self.integer_linear = parts["linear"].integer_linear
         self.lookback = parts["attention"].lookback
+        self.keeps_latents_once = parts["attention"].keeps_latents_once
         self.numerics = "; ".join(ops.numerics for ops in used.values())
         for family, operations in FAMILIES.items():
             for operation in operations:

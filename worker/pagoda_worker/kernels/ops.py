@@ -174,6 +174,8 @@ class Ops(Protocol):
     """Whether it computes in threads of its own, in whose way those of torch would be."""
     integer_linear: bool
     """Whether linear layers compute in whole numbers where a weight is quantised; else they widen it."""
+    keeps_latents_once: bool
+    """Whether its caches may have one plane, where a value is its key: see `KVShape.planes`."""
 
     @property
     def numerics(self) -> str:
@@ -280,7 +282,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Norm and rotate (if at all) the query and key heads of qkv [T, (Hq + 2 Hkv) D], put K and V into the cache.
 
-        Returns the query heads [T, Hq, D]. `qkv` may be overwritten.
+        For a cache of one plane `qkv` has no V. Returns the query heads [T, Hq, D]. `qkv` may be overwritten.
         """
 
     def latent_write(  # noqa: PLR0913 - the operands of one kernel
@@ -296,11 +298,11 @@ class Ops(Protocol):
         """Like `rope_write`, with queries [T, Hq * D], and with one key for all, in two parts, which is its own value.
 
         The key is half of `turning` [T, R], half of `latent` [T, D - R], and the other halves: so dimensions that turn
-        are half a head apart. The value is what the key is before it is turned.
+        are half a head apart. The value is what the key is before it is turned, or in a cache of one plane the key.
         """
 
     def write_kv(self, key: Tensor, value: Tensor, kv: Any, layer: int, kv_indices: Tensor) -> None:
-        """key and value [T, Hkv, D] into the cache as they are, or rounded if it is quantised."""
+        """key and value [T, Hkv, D] into the cache, rounded if it is quantised; into one of one plane the key alone."""
 
     def plan(self, batch: Batch, kv: Any) -> Any:
         """What all layers of a group have in common: work lists and masks. Made once per step, before any `attend`."""

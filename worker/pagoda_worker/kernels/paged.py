@@ -167,7 +167,7 @@ def make_plan(batch: Batch, kv: KVCache) -> Plan:
         else:
             prefills.append(row)
     groups = []
-    token_bytes = 2 * kv.shape.num_kv_heads * kv.shape.head_dim * kv.shape.dtype.itemsize  # as gathered
+    token_bytes = kv.shape.planes * kv.shape.num_kv_heads * kv.shape.head_dim * kv.shape.dtype.itemsize  # as gathered
     for keys, rows in decodes.items():
         most = max(1, GATHERED_BYTES // (keys * token_bytes))
         groups += [rows[start : start + most] for start in range(0, len(rows), most)]
@@ -200,7 +200,7 @@ class PagedAttention:
         shape = self.shape
         for group in plan.of(Reach(shape.window, shape.causal)):
             gathered = plan.kv.gather(layer, group.blocks)
-            keys = gathered.view(group.num_rows, -1, 2, shape.num_kv_heads, shape.head_dim)
+            keys = gathered.view(group.num_rows, -1, *gathered.shape[2:])
             for part in group.slices:
                 seen = keys[:, part.first - group.first : part.last - group.first]
                 if isinstance(part.tokens, slice):

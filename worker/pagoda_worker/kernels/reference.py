@@ -52,6 +52,7 @@ class HostOps:
     lookback = 0
     own_threads = False
     integer_linear = False
+    keeps_latents_once = True
     device: torch.device
     pack_gated: Callable[[Weight, Tensor | None], Any]
     pack_linear: Callable[[Weight, Tensor | None], Any]
@@ -99,7 +100,8 @@ class HostOps:
         return new_kv_cache(shape, num_blocks, block_size, self.device)
 
     def write_kv(self, key: Tensor, value: Tensor, kv: KVCache, layer: int, kv_indices: Tensor) -> None:
-        kv.write(layer, kv_indices, torch.stack((key, value), 1).flatten(1).to(kv.shape.dtype))
+        kept = (key, value)[: kv.shape.planes]
+        kv.write(layer, kv_indices, torch.stack(kept, 1).flatten(1).to(kv.shape.dtype))
 
     def latent_write(  # noqa: PLR0913 - see Ops.latent_write
         self,
@@ -111,8 +113,8 @@ class HostOps:
         layer: int,
         kv_indices: Tensor,
     ) -> Tensor:
-        key = latent_key(latent, turning)
-        return self.rope_write(torch.cat((query, key, key), 1), rotation, None, kv, layer, kv_indices)
+        lines = latent_lines(query, latent, turning, kv.shape.planes)
+        return self.rope_write(lines, rotation, None, kv, layer, kv_indices)
 
     def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         kv.copy_blocks(pairs)
@@ -203,16 +205,16 @@ class ReferenceOps(HostOps):
     def rope_write(
         self, qkv: Tensor, rotation: Rotation | None, norm: HeadNorm | None, kv: KVCache, layer: int, kv_indices: Tensor
     ) -> Tensor:
-        heads = qkv.view(qkv.shape[0], -1, kv.shape.head_dim)
-        turning, value = heads[:, : -kv.shape.num_kv_heads], heads[:, -kv.shape.num_kv_heads :]
+        heads, kv_heads = qkv.view(qkv.shape[0], -1, kv.shape.head_dim), kv.shape.num_kv_heads
+        turning = heads[:, : heads.shape[1] - kv.shape.value_heads]
         if norm is not None:
-            turning = norm.of(turning, kv.shape.num_kv_heads, self.rms_norm)
+            turning = norm.of(turning, kv_heads, self.rms_norm)
         wide = _wide(turning)
         if rotation is not None:
             wide = wide * rotation.cos + wide.roll(wide.shape[-1] // 2, -1) * rotation.sin
         turned = wide.to(qkv.dtype)
-        self.write_kv(turned[:, -kv.shape.num_kv_heads :], value, kv, layer, kv_indices)
-        return turned[:, : -kv.shape.num_kv_heads]
+        self.write_kv(turned[:, -kv_heads:], heads[:, -kv_heads:], kv, layer, kv_indices)
+        return turned[:, :-kv_heads]
 
     def plan(self, batch: Batch, kv: KVCache) -> Batch:
         return batch
@@ -260,10 +262,10 @@ def first_block(batch: Batch, row: int, block_size: int, window: int | None) -> 
     return 0 if window is None else max(0, first_new - window + 1) // block_size
 
 
-def latent_key(latent: Tensor, turning: Tensor) -> Tensor:
-    """See `Ops.latent_write`."""
+def latent_lines(query: Tensor, latent: Tensor, turning: Tensor, planes: int) -> Tensor:
+    """What `Ops.latent_write` is given, as `Ops.rope_write` takes it: [T, (Hq + planes) D]."""
     halves = [half for pair in zip(turning.chunk(2, 1), latent.chunk(2, 1), strict=True) for half in pair]
-    return torch.cat(halves, 1)
+    return torch.cat([query, *halves * planes], 1)
 
 
 def add_low_rank(x: Tensor, y: Tensor, added: Added | None, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

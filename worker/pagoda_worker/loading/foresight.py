@@ -42,7 +42,8 @@ def contexts_of(config: WorkerConfig) -> list[str]:
     config = config.settled(device.type)
     dtype = run_dtype(config.dtype, fields, None, device)
     ops, _ = load_ops(device, config.kernels, decoder_needs(config, dtype, spec))
-    groups, _ = grouped([replace(one, quantized=config.kv_cache_dtype == "int8") for one in kv_shapes(spec, dtype)])
+    shapes, quantized = kv_shapes(spec, dtype, ops), config.kv_cache_dtype == "int8"
+    groups, _ = grouped([replace(one, quantized=quantized) for one in shapes])
     max_len = model_len(config.max_model_len, spec.reach, spec.max_positions)
     (model,) = settled(config, Foreseen(kv_groups=groups, max_model_len=max_len, ops=ops))
     return [context_cost(model, config.block_size), *_by_table(model, config.block_size)]

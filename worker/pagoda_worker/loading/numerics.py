@@ -27,13 +27,14 @@ def numerics_id(ops: Ops, kv_shape: KVShape, implementation: str, weights: str =
         implementation: Which code runs the model: "native" or "transformers <version>".
         weights: Their format once they are loaded: "as stored", "int4 group 64, activations int8"
     """
+    kept = "keys and values" if kv_shape.planes == 2 else "keys that are values"
     parts = (
         f"abi {NUMERICS_VERSION}",
         f"torch {torch.__version__}",
         f"{ops.name} on {ops.device.type}",
         instruction_set(ops.device),
         f"{kv_shape.dtype} weights {weights}",
-        f"keys and values in {kv_shape.stored_dtype}",
+        f"{kept} in {kv_shape.stored_dtype}",
         ops.numerics,
         implementation,
     )

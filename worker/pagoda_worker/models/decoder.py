@@ -69,7 +69,7 @@ class Decoder:
         states, and no logits. Without `room` there are no adapters."""
         self.spec = spec
         self.ops = ops
-        self.kv_groups, kv_layers = grouped(kv_shapes(spec, dtype))
+        self.kv_groups, kv_layers = grouped(kv_shapes(spec, dtype, ops))
         self._ropes = [RotaryTable(shape, max_positions, ops.device) for shape in spec.ropes]
         self._tempers = [temper_table(shape, max_positions, ops.device) for shape in spec.tempers]
         packer = Packer(ops, source, dtype, room)
@@ -295,18 +295,19 @@ class _Step:
     replaced: TokenSlots | None  # see `Decoder.replaced`
 
 
-def kv_shapes(spec: DecoderSpec, dtype: torch.dtype) -> list[KVShape]:
-    """Of each layer."""
+def kv_shapes(spec: DecoderSpec, dtype: torch.dtype, ops: Ops) -> list[KVShape]:
+    """Of each layer, in a cache of `ops`."""
     return [
         KVShape(
             num_layers=1,
-            num_kv_heads=a.num_kv_heads,
-            head_dim=a.head_dim,
+            num_kv_heads=layer.attention.num_kv_heads,
+            head_dim=layer.attention.head_dim,
             dtype=dtype,
-            window=a.window,
-            chunked=a.chunked,
+            window=layer.attention.window,
+            chunked=layer.attention.chunked,
+            planes=1 if layer.latent is not None and ops.keeps_latents_once else 2,
         )
-        for a in (layer.attention for layer in spec.layers)
+        for layer in spec.layers
     ]
 
 

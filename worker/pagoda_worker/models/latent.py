@@ -3,8 +3,9 @@
 A head's key is W_k c and its value W_v c of the latent c; so q . (W_k c) = (W_k^T q) . c, and the weighted sum of
 values is W_v times the weighted sum of latents. Queries are brought to where the latents are, and what comes of
 attention back: one KV head for all, whose line is what turns of a key beside the latent. A value is the same line, of
-which W_v takes the latent alone. It is done so in every step, never by keys and values that are made for a prompt: they
-would round otherwise, and a row's bits depend on how it was cut.
+which W_v takes the latent alone: a back end that reads values as it reads keys keeps it once. It is done so in every
+step, never by keys and values that are made for a prompt: they would round otherwise, and a row's bits depend on how it
+was cut.
 """
 
 from __future__ import annotations

@@ -89,6 +89,9 @@ def pointwise(dtype: torch.dtype) -> None:
     table = torch.zeros(64, 40)
     for norm in (None, HeadNorm(weight=torch.ones(40, 80), eps=1e-5)):
         ops.rope_write(torch.zeros(3, 48 * 80, dtype=dtype), Rotation(table, table, ids), norm, kv, 0, ids)
+    once = ops.new_kv_cache(KVShape(num_layers=1, num_kv_heads=1, head_dim=576, dtype=dtype, planes=1), 4, 16)
+    lines, table = [torch.zeros(3, width, dtype=dtype) for width in (16 * 576, 512, 64)], torch.zeros(64, 288)
+    ops.latent_write(*lines, Rotation(table, table, ids), once, 0, ids)
 
 
 def adapters(dtype: torch.dtype, inputs: int, outputs: int) -> None:

@@ -61,6 +61,8 @@ def new_native_cache(shape: KVShape, num_blocks: int, block_size: int) -> Native
             f"kernels: native keeps keys and values in int8 for heads of up to {MAX_QUANTIZED_DIM} dimensions, "
             f"not {shape.head_dim}"
         )
+    if shape.planes != 2:
+        raise BackendError("kernels: native lays values out otherwise than keys, so it keeps both")
     tokens = shape.num_kv_heads * block_size
 
     def layers(width: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -91,6 +91,7 @@ class NativeOps:
     batch_invariant = True
     own_threads = True
     integer_linear = True
+    keeps_latents_once = False  # keys and values lie in different orders
     lookback = 31  # attention begins where 32 keys do
     device = torch.device("cpu")
 

@@ -31,7 +31,7 @@ from pagoda_worker.kernels.ops import (
     Rotation,
 )
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.kernels.reference import activated, latent_key
+from pagoda_worker.kernels.reference import activated, latent_lines
 from pagoda_worker.kernels.routing import Beside, Routing, choose
 from pagoda_worker.kernels.triton import low_rank, pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
@@ -61,11 +61,11 @@ class TritonKVCache:
     shape: KVShape
     num_blocks: int
     block_size: int
-    storage: Tensor = field(repr=False)  # [num_layers, 2, num_blocks, Hkv, block_size, D]; 2: keys, values
+    storage: Tensor = field(repr=False)  # [num_layers, P, num_blocks, Hkv, block_size, D]; P: see KVShape.planes
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, [num_blocks, Hkv, block_size, D] each."""
-        return self.storage[index, 0], self.storage[index, 1]
+        """Keys and values, [num_blocks, Hkv, block_size, D] each; of one plane, both."""
+        return self.storage[index, 0], self.storage[index, -1]
 
     def admit(self, batch: Batch) -> None:
         """Nothing to clean: kernels read no cell that was not written since its block was given out."""
@@ -81,6 +81,7 @@ class TritonOps:
     batch_invariant = False  # cuBLASLt chooses a product by its number of rows
     own_threads = False
     integer_linear = False
+    keeps_latents_once = True
 
     def __init__(
         self, device: torch.device, tiles: Tiles, dtype: torch.dtype = torch.float32, cuts_show: bool = False
@@ -189,7 +190,7 @@ class TritonOps:
         layer: int,
         kv_indices: Tensor,
     ) -> Tensor:
-        return pointwise.rope_write(qkv, rotation, norm, kv.layer(layer), kv_indices)
+        return pointwise.rope_write(qkv, rotation, norm, kv.storage[layer], kv_indices)
 
     def latent_write(
         self,
@@ -201,12 +202,12 @@ class TritonOps:
         layer: int,
         kv_indices: Tensor,
     ) -> Tensor:
-        key = latent_key(latent, turning)
-        return self.rope_write(torch.cat((query, key, key), 1), rotation, None, kv, layer, kv_indices)
+        lines = latent_lines(query, latent, turning, kv.shape.planes)
+        return self.rope_write(lines, rotation, None, kv, layer, kv_indices)
 
     def write_kv(self, key: Tensor, value: Tensor, kv: TritonKVCache, layer: int, kv_indices: Tensor) -> None:
         blocks, offsets = kv_indices // kv.block_size, kv_indices % kv.block_size
-        for cache, part in zip(kv.layer(layer), (key, value), strict=True):
+        for cache, part in zip(kv.storage[layer], (key, value), strict=False):
             cache[blocks, :, offsets] = part.to(cache.dtype)
 
     def plan(self, batch: Batch, kv: TritonKVCache) -> Plan:
@@ -235,7 +236,7 @@ class TritonOps:
             raise BackendError("kernels: triton keeps keys and values as they are computed, not in int8")
         if block_size % 16:
             raise BackendError(f"kernels: triton needs a block_size that is a multiple of 16, got {block_size}")
-        size = (shape.num_layers, 2, num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
+        size = (shape.num_layers, shape.planes, num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
         storage = torch.zeros(size, dtype=shape.dtype, device=self.device)
         return TritonKVCache(shape, num_blocks, block_size, storage)
 

@@ -84,17 +84,17 @@ def embed_kernel(out, ids, table, width, scale, SCALED: tl.constexpr, PIECE: tl.
 @triton.jit
 def rope_write_kernel(
     qkv, cos_table, sin_table, positions, weight, keys, values, kv_indices, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr, TURN: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """GROUP heads of one token: query heads are turned in place, keys and values go to the cache."""
+    """GROUP heads of one token: query heads are turned in place, keys and, if it has two planes, values cached."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     half: tl.constexpr = D // 2
     at = tl.arange(0, HALF)[None, :]
-    inside = (head < HEADS + 2 * KV_HEADS) & (at < half)
+    inside = (head < HEADS + PLANES * KV_HEADS) & (at < half)
     turning = head < HEADS + KV_HEADS
-    source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * D + at
+    source = qkv + (token * (HEADS + PLANES * KV_HEADS) + head) * D + at
     first, second = tl.load(source, mask=inside, other=0.0), tl.load(source + half, mask=inside, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
     if NORM:
@@ -118,9 +118,10 @@ def rope_write_kernel(
     is_key = inside & turning & (head >= HEADS)
     tl.store(keys + place, turned, mask=is_key)
     tl.store(keys + place + half, turned_second, mask=is_key)
-    is_value = inside & (head >= HEADS + KV_HEADS)
-    tl.store(values + place, first, mask=is_value)
-    tl.store(values + place + half, second, mask=is_value)
+    if PLANES == 2:
+        is_value = inside & (head >= HEADS + KV_HEADS)
+        tl.store(values + place, first, mask=is_value)
+        tl.store(values + place + half, second, mask=is_value)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -206,24 +207,24 @@ def rope_write(
     qkv: torch.Tensor,
     rotation: Rotation | None,
     norm: HeadNorm | None,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: torch.Tensor,
     kv_indices: torch.Tensor,
 ) -> torch.Tensor:
-    """See Ops.rope_write; cache: keys and values [num_blocks, Hkv, block_size, D]. Returns a view of `qkv`."""
-    _, kv_heads, block_size, dim = cache[0].shape
+    """See Ops.rope_write; cache [P, num_blocks, Hkv, block_size, D]. Returns a view of `qkv`."""
+    planes, _, kv_heads, block_size, dim = cache.shape
     qkv = qkv.contiguous()
     tokens, all_heads = qkv.shape[0], qkv.shape[1] // dim
-    heads = all_heads - 2 * kv_heads
+    heads = all_heads - planes * kv_heads
     if norm is not None and norm.whole:
-        turning = qkv.view(tokens, all_heads, dim)[:, :-kv_heads]
+        turning = qkv.view(tokens, all_heads, dim)[:, : heads + kv_heads]
         turning.copy_(norm.of(turning, kv_heads, rms_norm))
         norm = None
-    weight = cache[0] if norm is None else norm.weight.contiguous()
+    weight = cache if norm is None else norm.weight.contiguous()
     tables = (kv_indices,) * 3 if rotation is None else (rotation.cos_table, rotation.sin_table, rotation.positions)
     if tokens:
         rope_write_kernel[(tokens, triton.cdiv(all_heads, HEADS_PER_PROGRAM))](
-            qkv, *tables, weight, *cache, kv_indices, 0.0 if norm is None else norm.eps, HEADS=heads,
-            KV_HEADS=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK_SIZE=block_size,
+            qkv, *tables, weight, cache[0], cache[-1], kv_indices, 0.0 if norm is None else norm.eps, HEADS=heads,
+            KV_HEADS=kv_heads, PLANES=planes, D=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK_SIZE=block_size,
             NORM=norm is not None, TURN=rotation is not None, GROUP=HEADS_PER_PROGRAM,
         )  # fmt: skip
     return qkv.view(tokens, all_heads, dim)[:, :heads]
