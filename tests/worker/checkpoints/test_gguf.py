@@ -66,6 +66,7 @@ REFUSED: list[tuple[str, Stored, str]] = [
     ("blk.0.attn_sinks.weight", Stored(bytes(16), (4,)), "'blk.0.attn_sinks.weight' is none that a model of"),
     ("blk.00.attn_q.weight", Stored(bytes(16), (4,)), "'blk.00.attn_q.weight' is none"),
     ("v.patch_embd.weight", Stored(bytes(16), (4,)), "'v.patch_embd.weight' is none"),
+    ("blk.0.ffn_up_exps.bias", Stored(bytes(272), (1, 256), "Q8_0"), "'blk.0.ffn_up_exps.bias' is a list in blocks"),
     ("blk.0.attn_norm.weight", Stored(bytes(272), (256,), "Q8_0"), "'blk.0.attn_norm.weight' is a list in blocks"),
 ]
 
@@ -75,6 +76,17 @@ def test_a_tensor_that_nobody_knows_is_refused_by_name(name: str, tensor: Stored
     path = GgufFile(demo_pairs(), demo_tensors() | {name: tensor}).write(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=message):
         open_gguf(path)
+
+
+def test_sinks_have_one_name(tmp_path: Path) -> None:
+    """What is called a bias would be read in their place."""
+    pairs = demo_pairs() | {"general.architecture": "gpt-oss", "gpt-oss.attention.head_count": 4}
+    tensors = demo_tensors() | {"blk.0.attn_sinks.weight": Stored(bytes(16), (4,))}
+    with open_gguf(GgufFile(pairs, tensors).write(tmp_path / "m.gguf")) as checkpoint:
+        assert "model.layers.0.self_attn.sinks" in checkpoint.entries
+    tensors |= {"blk.0.attn_sinks.bias": Stored(bytes(16), (4,))}
+    with pytest.raises(CheckpointError, match=r"'blk\.0.attn_sinks\.bias' is none that a model of"):
+        open_gguf(GgufFile(pairs, tensors).write(tmp_path / "m.gguf"))
 
 
 @cache

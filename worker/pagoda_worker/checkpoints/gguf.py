@@ -81,7 +81,7 @@ def _entries(gguf: Gguf, family: str) -> tuple[dict[str, Entry], dict[str, Undo]
     for stored, tensor in gguf.tensors.items():
         if stored in CONFIGURING:
             continue
-        if len(tensor.shape) == 1 and tensor.kind in BLOCKS:
+        if tensor.kind in BLOCKS and (len(tensor.shape) == 1 or stored.endswith(".bias")):
             raise gguf.bad(f"tensor {stored!r} is a list in blocks, which no converter makes")
         many = tensor.shape[0] if len(tensor.shape) == 3 or stored.endswith("_exps.bias") else 1
         if len(entries) + many > MOST_ENTRIES:
@@ -112,7 +112,7 @@ def _published(gguf: Gguf, family: str, stored: str, tensor: GgufTensor) -> Iter
             yield name, Entry(tensor.file, tensor.kind, tensor.shape[1:], begin, begin + size)
         return
     known = {**PARTS, **OF_FAMILY.get(family, {})}
-    if part not in known:
+    if part not in known or (part == SINKS and kind != "weight"):
         raise gguf.bad(f"tensor {stored!r} is none that a model of architecture {family!r} has here")
     entry = _entry(tensor)
     if part == SHARED_GATE and dimensions == 1:  # a matrix of one row, which converters write without it
