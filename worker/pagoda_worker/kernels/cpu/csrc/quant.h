@@ -334,7 +334,11 @@ namespace PAGODA_NS {
 // Rows [first, last), which are `x`, a block, as `quant_panel` wants them.
 static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
 #ifdef __AMX_INT8__
-  if (tiles_take(op.form, last - first)) return in.rounded.take<int8_t, true>(x, first, last, op.k, op.form, use);
+  if (tiles_take(op.form, last - first)) {
+    if (op.form.input_bits == 8) in.rounded.take<int8_t, true>(x, first, last, op.k, op.form, use);
+    else in.left.take_tiles(x, first, last, op.k, op.segments, op.x_stride, use);
+    return;
+  }
 #endif
   if (op.form.input_bits == 8) in.rounded.take<int8_t>(x, first, last, op.k, op.form, use);
   else in.left.take(x, first, last, op.k, op.x_stride, use);
@@ -344,10 +348,7 @@ static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const
 static void quant_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
 #ifdef __AMX_INT8__
   if (tiles_take(op.form, last - first)) {
-    with_form(op.form, [&](auto form) {
-      using FORM = decltype(form);
-      if constexpr (FORM::ROUNDED) byte_panel<FORM>(op, in.rounded, first, last, panel, column);
-    });
+    with_form(op.form, [&](auto form) { tile_panel<decltype(form)>(op, in, first, last, panel, column); });
     return;
   }
 #endif
