@@ -115,11 +115,17 @@ def _qwen3_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _granite(keys: Keys) -> dict[str, Any]:
+    if not keys.gguf.take(f"{keys.prefix}.rope.scaling.finetuned", bool, True):
+        raise keys.gguf.bad(f"'{keys.prefix}.rope.scaling.finetuned' says that nothing turns, which is not supported")
+    return _multiplied(keys)
+
+
+def _multiplied(keys: Keys) -> dict[str, Any]:
     return _biases(keys) | {field: keys.number(key, 1.0) for key, field in MULTIPLIERS.items()}
 
 
 def _granite_moe(keys: Keys) -> dict[str, Any]:
-    fields = _granite(keys) | _chosen(keys)
+    fields = _multiplied(keys) | _chosen(keys)
     del fields["mlp_bias"]
     return fields
 
@@ -127,13 +133,13 @@ def _granite_moe(keys: Keys) -> dict[str, Any]:
 def _olmo2(keys: Keys) -> dict[str, Any]:
     """Olmo 3 has windows."""
     fields = {"attention_bias": "blk.0.attn_q.bias" in keys.gguf.tensors}
-    if not keys.has(SLIDING):
+    if keys.whole(SLIDING, 0) == 0:
         return fields
     theta = keys.number("rope.freq_base", 10_000.0)
     if keys.number(LOCAL_BASE, theta) != theta:
         raise keys.gguf.bad(f"'{keys.prefix}.{LOCAL_BASE}' other than that of layers that see all is not supported")
     windows = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": keys.whole(SLIDING)}
-    return fields | windows | _sliding_pattern(keys)
+    return fields | windows | (_sliding_pattern(keys) if keys.has(PATTERN) else {})
 
 
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
@@ -335,12 +341,13 @@ def _longrope(keys: Keys) -> dict[str, Any]:
 
 
 def _yarn(keys: Keys, factor: float) -> dict[str, Any]:
-    for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
-        if keys.number(name, 1.0) != 1.0:
-            raise keys.gguf.bad(f"'{keys.prefix}.{name}' with rope scaling 'yarn' is not supported")
+    if keys.number("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise keys.gguf.bad(f"'{keys.prefix}.rope.scaling.attn_factor' with rope scaling 'yarn' is not supported")
     betas = {f"beta_{end}": keys.number(f"rope.scaling.yarn_beta_{end}", 0.0) for end in ("fast", "slow")}
     original = keys.whole("rope.scaling.original_context_length", 0) or None
     given = {name: value for name, value in betas.items() if value}
+    if keys.has("rope.scaling.yarn_attn_factor"):
+        given["attention_factor"] = keys.number("rope.scaling.yarn_attn_factor")
     return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original} | given
 
 

@@ -31,7 +31,7 @@ PART_END = "<|end|>"  # where there are these: an answer comes in parts, of whic
 def end_ids(gguf: Gguf) -> list[int]:
     """Tokens that end an answer: the one the file names first."""
     tokens, types = _vocabulary(gguf)
-    harmony = set(tokens) >= HARMONY_ENDS
+    harmony = {token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL} >= HARMONY_ENDS
     ends = ENDS | HARMONY_ENDS if harmony else ENDS
     named = [_id_of(gguf, name, len(tokens)) for name in ("eos", "eot", "eom")]
     special = [

@@ -52,6 +52,6 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "tekken": PreTokenizer(patterns=(TEKKEN,), ignores_merges=True, adds_bos=True),
     "qwen2": PreTokenizer(patterns=(QWEN2,), nfc=True),
     "deepseek-r1-qwen": PreTokenizer(patterns=(QWEN2,)),
-    "dbrx": PreTokenizer(patterns=(CL100K,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer(patterns=(CL100K,))),
     "gpt-4o": PreTokenizer(patterns=(O200K,)),
 }

@@ -84,6 +84,9 @@ SCALED: list[tuple[dict[str, Any], dict[str, Stored], dict[str, Any] | None]] = 
      {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}),
     ({}, {"rope_freqs.weight": FACTORS},
      {"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [1, 1], "attention_factor": 1, "factor": 1}),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 8.0, "llama.rope.scaling.yarn_attn_factor": 1.5,
+      "llama.rope.scaling.original_context_length": 512}, {},
+     {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "attention_factor": 1.5}),
     ({"llama.rope.scaling.original_context_length": 512, "llama.rope.scaling.attn_factor": 1.25},
      {"rope_factors_long.weight": FACTORS, "rope_factors_short.weight": FACTORS},
      {"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [1, 1], "attention_factor": 1.25, "factor": 4}),
@@ -117,6 +120,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_not_known_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(BadGguf, match=message):
         opened(changes, tmp_path)
+
+
+def test_a_granite_that_does_not_turn_is_refused(tmp_path: Path) -> None:
+    said = {name.replace("llama.", "granite."): value for name, value in demo_pairs().items()}
+    said |= {"general.architecture": "granite", "granite.rope.scaling.finetuned": False}
+    tensors = {"token_embd.weight": Stored(bytes(1024), (512, 1), "F16")}
+    with pytest.raises(BadGguf, match="says that nothing turns"):
+        config_of(read_gguf(GgufFile(said, tensors).write(tmp_path / "m.gguf")))
 
 
 def test_layers_that_slide_turn_by_no_base_of_their_own(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ WORDS: dict[str, Callable[[], Any]] = {
     ),
     "llama-bpe": lambda: cut_by(LLAMA3),
     "dbrx": lambda: cut_by(LLAMA3),
+    "smaug-bpe": lambda: cut_by(LLAMA3),
     "qwen2": lambda: cut_by(QWEN2),
     "deepseek-r1-qwen": lambda: cut_by(QWEN2),
     "gpt-4o": lambda: cut_by(GPT4O),
@@ -234,6 +235,8 @@ def test_where_an_answer_comes_in_parts_their_ends_do_not_end_it(tmp_path: Path)
     pairs |= {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 1}
     assert end_ids(opened(pairs, tmp_path)) == [2, 3, 4]
     assert end_ids(opened(pairs | {"tokenizer.ggml.tokens": ["a", "<|end|>", "b", "c", "d"]}, tmp_path)) == [2, 1]
+    plain = {"tokenizer.ggml.token_type": [1] * 5, "tokenizer.ggml.eos_token_id": 1}
+    assert end_ids(opened(pairs | plain, tmp_path)) == [1]  # whose tokens of these names are plain text
 
 
 def test_what_stands_beside_the_tokenizer(tmp_path: Path) -> None:

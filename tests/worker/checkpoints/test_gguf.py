@@ -89,6 +89,13 @@ def test_sinks_have_one_name(tmp_path: Path) -> None:
         open_gguf(GgufFile(pairs, tensors).write(tmp_path / "m.gguf"))
 
 
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    pairs = demo_pairs() | {"general.architecture": "gpt-oss", "gpt-oss.attention.head_count": 4}
+    tensors = demo_tensors() | {"blk.0.post_attention_norm.weight": Stored(bytes(1024), (256,))}
+    with pytest.raises(CheckpointError, match=r"'blk\.0\.post_attention_norm\.weight' is not the only one"):
+        open_gguf(GgufFile(pairs, tensors).write(tmp_path / "m.gguf"))
+
+
 @cache
 def small_model() -> bytes:
     """All that a header can have, over tensors of few bytes."""

@@ -87,6 +87,8 @@ def _entries(gguf: Gguf, family: str) -> tuple[dict[str, Entry], dict[str, Undo]
         if len(entries) + many > MOST_ENTRIES:
             raise gguf.bad(f"tensor {stored!r} has {many} matrices, more than any model has with those before it")
         for name, entry in _published(gguf, family, stored, tensor):
+            if name in entries:
+                raise gguf.bad(f"tensor {stored!r} is not the only one that would be {name!r}")
             entries[name] = entry
             undo = undo_of(stored)
             if undo is not None:
