@@ -86,9 +86,12 @@ class Keys:
         return found
 
 
+def _attention_bias(keys: Keys) -> dict[str, Any]:
+    return {"attention_bias": "blk.0.attn_q.bias" in keys.gguf.tensors}
+
+
 def _biases(keys: Keys) -> dict[str, Any]:
-    tensors = keys.gguf.tensors
-    return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    return _attention_bias(keys) | {"mlp_bias": "blk.0.ffn_up.bias" in keys.gguf.tensors}
 
 
 def _llama(keys: Keys) -> dict[str, Any]:
@@ -117,28 +120,26 @@ def _qwen3_moe(keys: Keys) -> dict[str, Any]:
 def _granite(keys: Keys) -> dict[str, Any]:
     if not keys.gguf.take(f"{keys.prefix}.rope.scaling.finetuned", bool, True):
         raise keys.gguf.bad(f"'{keys.prefix}.rope.scaling.finetuned' says that nothing turns, which is not supported")
-    return _multiplied(keys)
+    return _biases(keys) | _multipliers(keys)
 
 
-def _multiplied(keys: Keys) -> dict[str, Any]:
-    return _biases(keys) | {field: keys.number(key, 1.0) for key, field in MULTIPLIERS.items()}
+def _multipliers(keys: Keys) -> dict[str, Any]:
+    return {field: keys.number(key, 1.0) for key, field in MULTIPLIERS.items()}
 
 
 def _granite_moe(keys: Keys) -> dict[str, Any]:
-    fields = _multiplied(keys) | _chosen(keys)
-    del fields["mlp_bias"]
-    return fields
+    return _attention_bias(keys) | _multipliers(keys) | _chosen(keys)
 
 
 def _olmo2(keys: Keys) -> dict[str, Any]:
     """Olmo 3 has windows."""
-    fields = {"attention_bias": "blk.0.attn_q.bias" in keys.gguf.tensors}
-    if keys.whole(SLIDING, 0) == 0:
+    fields, window = _attention_bias(keys), keys.whole(SLIDING, 0)
+    if window == 0:
         return fields
     theta = keys.number("rope.freq_base", 10_000.0)
     if keys.number(LOCAL_BASE, theta) != theta:
         raise keys.gguf.bad(f"'{keys.prefix}.{LOCAL_BASE}' other than that of layers that see all is not supported")
-    windows = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": keys.whole(SLIDING)}
+    windows = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
     return fields | windows | (_sliding_pattern(keys) if keys.has(PATTERN) else {})
 
 
@@ -146,7 +147,7 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
     """Its yarn goes by fractions of dimensions, which no file says."""
     scaling = _scaling(keys)
     said = {"sliding_window": keys.whole(SLIDING), "rope_scaling": scaling and scaling | {"truncate": False}}
-    return _chosen(keys) | said | {"attention_bias": "blk.0.attn_q.bias" in keys.gguf.tensors}
+    return _attention_bias(keys) | _chosen(keys) | said
 
 
 def _smollm3(keys: Keys) -> dict[str, Any]:

@@ -31,13 +31,11 @@ PART_END = "<|end|>"  # where there are these: an answer comes in parts, of whic
 def end_ids(gguf: Gguf) -> list[int]:
     """Tokens that end an answer: the one the file names first."""
     tokens, types = _vocabulary(gguf)
-    harmony = {token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL} >= HARMONY_ENDS
+    control = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == CONTROL}
+    harmony = control.keys() >= HARMONY_ENDS
     ends = ENDS | HARMONY_ENDS if harmony else ENDS
     named = [_id_of(gguf, name, len(tokens)) for name in ("eos", "eot", "eom")]
-    special = [
-        i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == CONTROL and token in ends
-    ]
-    found = dict.fromkeys((*named, *special))
+    found = dict.fromkeys((*named, *(i for token, i in control.items() if token in ends)))
     return [i for i in found if i is not None and not (harmony and tokens[i] == PART_END)]
 
 
