@@ -76,13 +76,13 @@ def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) 
     if not quantization:
         return as_stored
     kinds = {(form.bits, form.activation_bits) for form in as_stored.forms}
-    floats = any(form.floats for form in as_stored.forms)
-    if quantization != "int4" or (4, 16) not in kinds or kinds - {(4, 16), (8, 8)} or floats:
-        described = as_stored.description
+    whole = not any(form.floats for form in as_stored.forms)
+    roundable = whole and (4, 16) in kinds and kinds <= {(4, 16), (8, 8)}
+    if quantization != "int4" or not roundable:
+        other = "or take int4, which rounds activations to int8, too" if roundable else "nothing else is possible"
         raise UnsupportedConfig(
-            f"quantization={quantization!r}: the checkpoint is quantised already ({layout.method}: {described}); only "
-            "int4 is possible, with whole weights of 4 bits, and rounds activations to int8. Leave it empty to serve "
-            "as it is"
+            f"quantization={quantization!r}: the checkpoint is quantised already ({layout.method}: "
+            f"{as_stored.description}). Leave the option empty to serve it as it is; {other}"
         )
     return Formats(packings=packings, activation_bits=8)
 
