@@ -23,6 +23,7 @@ STRIPS_NONE = {"<unk>", "<s>", "<|endoftext|>"}
 # What ends an answer in the models that are read here, though a file names only one of its ends.
 ENDS = {
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>",
+    "<|observation|>",
 }  # fmt: skip
 HARMONY_ENDS = {"<|return|>", "<|call|>"}  # of gpt-oss
 PART_END = "<|end|>"  # where there are these: an answer comes in parts, of which thoughts are the first

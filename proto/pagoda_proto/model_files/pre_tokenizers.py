@@ -52,6 +52,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "tekken": PreTokenizer(patterns=(TEKKEN,), ignores_merges=True, adds_bos=True),
     "qwen2": PreTokenizer(patterns=(QWEN2,), nfc=True),
     "deepseek-r1-qwen": PreTokenizer(patterns=(QWEN2,)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer(patterns=(CL100K,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer(patterns=(CL100K,))),
+    "glm4": PreTokenizer(patterns=(CL100K,), ignores_merges=True),
+    "command-r": PreTokenizer(patterns=(r"\p{N}", GPT2), nfc=True),
+    "olmo": PreTokenizer(patterns=(GPT2,), nfc=True),
     "gpt-4o": PreTokenizer(patterns=(O200K,)),
 }

@@ -57,9 +57,9 @@ def cut_by(*patterns: str) -> Any:
 
 
 WORDS: dict[str, Callable[[], Any]] = {
-    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    **dict.fromkeys(("gpt-2", "olmo"), lambda: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)),
     **dict.fromkeys(
-        ("smollm", "starcoder", "refact"),
+        ("smollm", "starcoder", "refact", "command-r"),
         lambda: pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         ),
@@ -67,6 +67,7 @@ WORDS: dict[str, Callable[[], Any]] = {
     "llama-bpe": lambda: cut_by(LLAMA3),
     "dbrx": lambda: cut_by(LLAMA3),
     "smaug-bpe": lambda: cut_by(LLAMA3),
+    "glm4": lambda: cut_by(LLAMA3),
     "qwen2": lambda: cut_by(QWEN2),
     "deepseek-r1-qwen": lambda: cut_by(QWEN2),
     "gpt-4o": lambda: cut_by(GPT4O),
@@ -76,8 +77,8 @@ WORDS: dict[str, Callable[[], Any]] = {
 
 @cache
 def byte_level(pre: str) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
-    tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken", "glm4")))
+    tokenizer.normalizer = normalizers.NFC() if pre in ("qwen2", "command-r", "olmo") else None
     tokenizer.pre_tokenizer = WORDS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,15 +19,23 @@ FOUR_NORMS = {
 }  # fmt: skip
 ONLY_AFTER = {name: FOUR_NORMS[name] for name in ("post_attention_layernorm", "post_feedforward_layernorm")}
 SHARED = {
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
-}  # fmt: skip
+    f"mlp.shared_expert{plural}.{part}_proj": f"ffn_{part}_shexp"
+    for plural in ("", "s")
+    for part in ("gate", "up", "down")
+} | {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"}
 OTHERS = {
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm", "post_attention_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
+    "glm4moe": SHARED | {"post_attention_layernorm": "post_attention_norm"},
+    "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     "gemma2": FOUR_NORMS, "gemma3": FOUR_NORMS, "olmo2": ONLY_AFTER, "qwen2moe": SHARED,
     "granitemoe": {"block_sparse_moe.router.layer": "ffn_gate_inp"},
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
 }  # fmt: skip
 LIKE_LLAMA = ("llama", "granite", "granitemoe", "smollm3")  # whose queries and keys converters interleave
+BARE = {".self_attn.sinks": "attn_sinks.weight", ".mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 EXPERT_PARTS = {
     "w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"
@@ -39,28 +48,47 @@ VOCABULARY = {
 }  # fmt: skip
 
 
-def write_gguf(directory: Path, config: Any, arch: str, path: Path, kind: str = "F32") -> Path:
-    """The safetensors checkpoint of a transformers `config` as a GGUF file of architecture `arch`."""
-    tensors = _tensors(directory, config, arch, kind)
+def write_gguf(
+    directory: Path,
+    config: Any,
+    arch: str,
+    path: Path,
+    kind: str = "F32",
+    pairs: Mapping[str, Any] = MappingProxyType({}),
+    tensors: Mapping[str, Stored] = MappingProxyType({}),
+) -> Path:
+    """The safetensors checkpoint of a transformers `config` as a GGUF file of architecture `arch`.
+
+    `pairs`, without the name of the architecture, and `tensors` replace its own or stand behind them.
+    """
+    held = _tensors(directory, config, arch, kind) | dict(tensors)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     turning = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if rope["rope_type"] == "llama3":
-        tensors["rope_freqs.weight"] = stored(_llama3_factors(rope, head_dim))
+        held["rope_freqs.weight"] = stored(_llama3_factors(rope, head_dim))
     if rope["rope_type"] == "longrope":
         for name in ("long", "short"):
-            tensors[f"rope_factors_{name}.weight"] = stored(torch.tensor(rope[f"{name}_factor"]))
-    pairs = {"general.architecture": arch} | VOCABULARY
-    pairs["tokenizer.ggml.tokens"] = [f"t{i}" for i in range(config.vocab_size)]
+            held[f"rope_factors_{name}.weight"] = stored(torch.tensor(rope[f"{name}_factor"]))
+    top = {"general.architecture": arch} | VOCABULARY
+    top["tokenizer.ggml.tokens"] = [f"t{i}" for i in range(config.vocab_size)]
     said = {
         "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim, "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.dimension_count": turning,
+        **_epsilon(config), "rope.dimension_count": turning,
         "rope.freq_base": float(rope["rope_theta"]), **FIELDS.get(arch, lambda config, rope: {})(config, rope),
+        **pairs,
     }  # fmt: skip
-    return GgufFile(pairs | {f"{arch}.{name}": value for name, value in said.items()}, tensors).write(path)
+    return GgufFile(top | {f"{arch}.{name}": value for name, value in said.items()}, held).write(path)
+
+
+def _epsilon(config: Any) -> dict[str, float]:
+    if hasattr(config, "rms_norm_eps"):
+        return {"attention.layer_norm_rms_epsilon": config.rms_norm_eps}
+    means = getattr(config, "layer_norm_eps", None) or config.norm_epsilon
+    return {"attention.layer_norm_epsilon": means}
 
 
 def _experts(config: Any, rope: Any) -> dict[str, Any]:
@@ -101,6 +129,16 @@ def _yarn(rope: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _glm4_moe(config: Any, rope: Any) -> dict[str, Any]:
+    return {
+        "expert_count": config.n_routed_experts, "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size, "expert_shared_count": config.n_shared_experts,
+        "leading_dense_block_count": config.first_k_dense_replace, "expert_gating_func": 2,
+        "expert_weights_scale": config.routed_scaling_factor, "expert_weights_norm": config.norm_topk_prob,
+        "expert_group_count": config.n_group, "expert_group_used_count": config.topk_group,
+    }  # fmt: skip
+
+
 FIELDS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "llama": lambda config, rope: _experts(config, rope)
     | ({"attention.sliding_window": config.sliding_window} if getattr(config, "sliding_window", None) else {}),
@@ -115,6 +153,11 @@ FIELDS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "gpt-oss": lambda config, rope: _experts(config, rope)
     | _yarn(rope)
     | {"attention.sliding_window": config.sliding_window, "expert_feed_forward_length": config.intermediate_size},
+    "glm4moe": _glm4_moe,
+    "command-r": lambda config, rope: {"logit_scale": config.logit_scale},
+    "cohere2": lambda config, rope: {
+        "logit_scale": config.logit_scale, "attention.sliding_window": config.sliding_window,
+    },
     "granite": _granite,
     "granitemoe": _granite,
     "olmo2": _olmo2,
@@ -141,8 +184,8 @@ def _tensors(directory: Path, config: Any, arch: str, kind: str) -> dict[str, St
         if match := STACKED.fullmatch(name):
             found |= _stacked(*match.groups(), tensor, tensors, kind)
             continue
-        if name.endswith(".self_attn.sinks"):
-            found[f"blk.{name.split('.')[2]}.attn_sinks.weight"] = stored(tensor)
+        if whole := next((whole for end, whole in BARE.items() if name.endswith(end)), None):
+            found[f"blk.{name.split('.')[2]}.{whole}"] = stored(tensor)
             continue
         if match := FUSED.fullmatch(name):
             layer, which = match.groups()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.gguf_files import stored
 from tests.worker.models.checkpoints import NATIVE, make_model, save
 from tests.worker.models.gguf_models import write_gguf
 from tests.worker.models.harness import logits_of
@@ -38,6 +39,11 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("olmo2", "olmo3", {}),
     ("olmoe", "olmoe", {}),
     ("smollm3", "smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5, "use_sliding_window": False}),
+    ("glm4", "glm4", {}),
+    ("glm4moe", "glm4_moe", {}),
+    ("command-r", "cohere", {}),
+    ("cohere2", "cohere2", {}),
+    ("starcoder2", "starcoder2", {"sliding_window": None}),
 ]
 ROUNDED_ONCE_MORE = {"llama3"}  # its frequencies come as factors
 
@@ -63,3 +69,19 @@ def test_logits_are_those_of_the_safetensors_checkpoint(
         assert torch.equal(found.argmax(-1), wanted.argmax(-1))
     else:
         assert torch.equal(found, wanted)
+
+
+def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
+    """They are counted with the others and stand behind them."""
+    model_type, fields = NATIVE["glm4_moe"]
+    model = make_model(model_type, fields)
+    directory = save(model, tmp_path / "model")
+    layers, parts = model.config.num_hidden_layers, ("nextn.eh_proj", "attn_output")
+    plain = write_gguf(directory, model.config, "glm4moe", tmp_path / "model.gguf")
+    guessing = write_gguf(
+        directory, model.config, "glm4moe", tmp_path / "guessing.gguf",
+        pairs={"block_count": layers + 1, "nextn_predict_layers": 1},
+        tensors={f"blk.{layers}.{part}.weight": stored(torch.ones(64, 64)) for part in parts},
+    )  # fmt: skip
+    with torch.inference_mode():
+        assert torch.equal(logits_of(loaded(guessing), TOKENS, [32]), logits_of(loaded(plain), TOKENS, [32]))

@@ -15,14 +15,19 @@ import torch
 
 from pagoda_proto.model_files.files import is_gguf
 from pagoda_proto.model_files.gguf import BadGguf, Gguf, GgufTensor, read_gguf
-from pagoda_proto.model_files.gguf_config import EMBEDDING, FREQUENCIES, LONG, OUTPUT, SHORT, Keys, family_of, is_tied
+from pagoda_proto.model_files.gguf_config import EMBEDDING, OUTPUT, is_tied
+from pagoda_proto.model_files.gguf_families import family_of
+from pagoda_proto.model_files.gguf_keys import FREQUENCIES, LONG, SHORT, Keys
 from pagoda_worker.checkpoints.blocks import BLOCKS
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, CheckpointError, Progress, digest_of, open_checkpoint
 from pagoda_worker.checkpoints.fingerprint import Entry
 
 Undo = Callable[[torch.Tensor], torch.Tensor]
 
-TOP = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", OUTPUT: "lm_head.weight"}
+TOP = {
+    EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias", OUTPUT: "lm_head.weight",
+}  # fmt: skip
 CONFIGURING = {FREQUENCIES, LONG, SHORT}  # which are read as part of config.json
 PARTS = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -38,20 +43,33 @@ FOUR_NORMS = {
     "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-SHARED_GATE, SINKS = "ffn_gate_inp_shexp", "attn_sinks"
+SHARED_GATE, SINKS, FAVOUR = "ffn_gate_inp_shexp", "attn_sinks", "exp_probs_b"
+SHARED = {
+    "ffn_gate_shexp": "mlp.shared_expert{}.gate_proj", "ffn_up_shexp": "mlp.shared_expert{}.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert{}.down_proj",
+}  # fmt: skip
 OF_FAMILY: Mapping[str, Mapping[str, str]] = {
     "gemma2": FOUR_NORMS, "gemma3": FOUR_NORMS, "olmo2": FOUR_NORMS, "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", SINKS: "self_attn.sinks"},
-    "qwen2moe": {
-        SHARED_GATE: "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "qwen2moe": {SHARED_GATE: "mlp.shared_expert_gate", **{one: name.format("") for one, name in SHARED.items()}},
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
     },
+    "glm4moe": {
+        "post_attention_norm": "post_attention_layernorm", **{one: name.format("s") for one, name in SHARED.items()},
+        FAVOUR: "mlp.gate.e_score_correction_bias",
+        **{f"nextn.{part}": f"nextn.{part}" for part in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
+        **{f"nextn.shared_head_{part}": f"nextn.shared_head_{part}" for part in ("head", "norm")},
+    },
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }  # fmt: skip
+BARE = {SINKS: "weight", FAVOUR: "bias"}  # what converters add to names that had no more to them
 LLAMA_HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 INTERLEAVED = dict.fromkeys(("llama", "granite", "granitemoe", "smollm3"), LLAMA_HEADS)
 ONE_ADDED = ("gemma", "gemma2", "gemma3")
 MOST_ENTRIES = 2**18  # experts of one tensor are entries of their own, and a header can have them in millions
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.((?:nextn\.)?[a-z_]+)\.(weight|bias)")
 
 
 def open_weights(path: Path, progress: Progress | None = None) -> Checkpoint:
@@ -114,12 +132,12 @@ def _published(gguf: Gguf, family: str, stored: str, tensor: GgufTensor) -> Iter
             yield name, Entry(tensor.file, tensor.kind, tensor.shape[1:], begin, begin + size)
         return
     known = {**PARTS, **OF_FAMILY.get(family, {})}
-    if part not in known or (part == SINKS and kind != "weight"):
+    if part not in known or kind != BARE.get(part, kind):
         raise gguf.bad(f"tensor {stored!r} is none that a model of architecture {family!r} has here")
     entry = _entry(tensor)
     if part == SHARED_GATE and dimensions == 1:  # a matrix of one row, which converters write without it
         entry = replace(entry, shape=(1, *entry.shape))
-    yield f"model.layers.{layer}.{known[part]}{'' if part == SINKS else f'.{kind}'}", entry
+    yield f"model.layers.{layer}.{known[part]}{'' if part in BARE else f'.{kind}'}", entry
 
 
 def _entry(tensor: GgufTensor) -> Entry:

@@ -1,0 +1,270 @@
+"""Architectures of GGUF files: what config.json calls each, and which of its fields have a name of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagoda_proto.model_files.gguf import Gguf
+from pagoda_proto.model_files.gguf_keys import Keys, rope_scaling
+
+SLIDING, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+LOCAL_BASE = "rope.freq_base_swa"
+EXPERT_WIDTH, SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
+SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+LOGIT_SCALE = "logit_scale"
+MULTIPLIERS = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", LOGIT_SCALE: "logits_scaling",
+}  # fmt: skip
+SHARED_COUNT, DENSE_COUNT, GUESSING = "expert_shared_count", "leading_dense_block_count", "nextn_predict_layers"
+GATING, SUM_IS_ONE, EXPERT_SCALE = "expert_gating_func", "expert_weights_norm", "expert_weights_scale"
+GROUPS, GROUPS_USED = "expert_group_count", "expert_group_used_count"
+SIGMOID = 2  # a number of `expert_gating_func`
+MEANS = ("attention.layer_norm_epsilon", "layer_norm_eps")  # of norms that subtract it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What is particular.
+
+    Attributes:
+        architecture: Its name in config.json.
+        fields: What config.json says besides.
+        keys: That it may have besides those that all have.
+        epsilon: Of its norms: the key, and the field of config.json.
+    """
+
+    architecture: str
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    fields: Callable[[Keys], dict[str, Any]] = lambda keys: {}
+    keys: frozenset[str] = frozenset()
+
+
+def _attention_bias(keys: Keys) -> dict[str, Any]:
+    return {"attention_bias": "blk.0.attn_q.bias" in keys.gguf.tensors}
+
+
+def _biases(keys: Keys) -> dict[str, Any]:
+    return _attention_bias(keys) | {"mlp_bias": "blk.0.ffn_up.bias" in keys.gguf.tensors}
+
+
+def _llama(keys: Keys) -> dict[str, Any]:
+    fields = _biases(keys)
+    window = keys.whole(SLIDING, 0)
+    if window:
+        fields |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    if not keys.whole("expert_count", 0):
+        return fields
+    return fields | {"architectures": ["MixtralForCausalLM"]} | _chosen(keys)
+
+
+def _chosen(keys: Keys) -> dict[str, Any]:
+    return {"num_local_experts": keys.whole("expert_count"), "num_experts_per_tok": keys.whole("expert_used_count")}
+
+
+def _qwen2_moe(keys: Keys) -> dict[str, Any]:
+    said = {"moe_intermediate_size": keys.whole(EXPERT_WIDTH), "norm_topk_prob": False}
+    return _chosen(keys) | said | {"shared_expert_intermediate_size": keys.whole(SHARED_WIDTH)}
+
+
+def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+    return _chosen(keys) | {"moe_intermediate_size": keys.whole(EXPERT_WIDTH), "norm_topk_prob": True}
+
+
+def _granite(keys: Keys) -> dict[str, Any]:
+    if not keys.gguf.take(f"{keys.prefix}.rope.scaling.finetuned", bool, True):
+        raise keys.gguf.bad(f"'{keys.prefix}.rope.scaling.finetuned' says that nothing turns, which is not supported")
+    return _biases(keys) | _multipliers(keys)
+
+
+def _multipliers(keys: Keys) -> dict[str, Any]:
+    return {field: keys.number(key, 1.0) for key, field in MULTIPLIERS.items()}
+
+
+def _granite_moe(keys: Keys) -> dict[str, Any]:
+    return _attention_bias(keys) | _multipliers(keys) | _chosen(keys)
+
+
+def _olmo2(keys: Keys) -> dict[str, Any]:
+    """Olmo 3 has windows."""
+    fields, window = _attention_bias(keys), keys.whole(SLIDING, 0)
+    if window == 0:
+        return fields
+    theta = keys.number("rope.freq_base", 10_000.0)
+    if keys.number(LOCAL_BASE, theta) != theta:
+        raise keys.gguf.bad(f"'{keys.prefix}.{LOCAL_BASE}' other than that of layers that see all is not supported")
+    windows = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
+    return fields | windows | (_sliding_pattern(keys) if keys.has(PATTERN) else {})
+
+
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    """Its yarn goes by fractions of dimensions, which no file says."""
+    scaling = rope_scaling(keys)
+    said = {"sliding_window": keys.whole(SLIDING), "rope_scaling": scaling and scaling | {"truncate": False}}
+    return _attention_bias(keys) | _chosen(keys) | said
+
+
+def _smollm3(keys: Keys) -> dict[str, Any]:
+    """No file says that every fourth layer's queries and keys do not turn."""
+    return _biases(keys) | {"no_rope_layer_interval": 4}
+
+
+def _phi3(keys: Keys) -> dict[str, Any]:
+    window = keys.whole(SLIDING, 0)
+    return {
+        "partial_rotary_factor": keys.whole("rope.dimension_count", keys.head_dim) / keys.head_dim,
+        "original_max_position_embeddings": keys.whole("rope.scaling.original_context_length", 0) or None,
+        "sliding_window": window or None,
+    }
+
+
+def _glm4(keys: Keys) -> dict[str, Any]:
+    if keys.whole(GUESSING, 0):
+        raise keys.gguf.bad(f"'{keys.prefix}.{GUESSING}' in a model without experts is not supported")
+    return _attention_bias(keys) | _turning_half(keys)
+
+
+def _turning_half(keys: Keys) -> dict[str, Any]:
+    return {"partial_rotary_factor": keys.whole("rope.dimension_count", keys.head_dim) / keys.head_dim}
+
+
+def _glm4_moe(keys: Keys) -> dict[str, Any]:
+    """Layers that guess tokens stand behind the others and are counted with them."""
+    if keys.whole(GATING, SIGMOID) != SIGMOID:
+        raise keys.gguf.bad(f"'{keys.prefix}.{GATING}' other than {SIGMOID} is not supported")
+    guessing = keys.whole(GUESSING, 0)
+    return (
+        _attention_bias(keys)
+        | _turning_half(keys)
+        | {
+            "num_hidden_layers": keys.whole("block_count") - guessing,
+            "num_nextn_predict_layers": guessing,
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.gguf.tensors,
+            "n_routed_experts": keys.whole("expert_count"),
+            "num_experts_per_tok": keys.whole("expert_used_count"),
+            "moe_intermediate_size": keys.whole(EXPERT_WIDTH),
+            "n_shared_experts": keys.whole(SHARED_COUNT, 0) or None,
+            "first_k_dense_replace": keys.whole(DENSE_COUNT, 0),
+            "n_group": keys.whole(GROUPS, 1),
+            "topk_group": keys.whole(GROUPS_USED, 1),
+            "norm_topk_prob": keys.gguf.take(f"{keys.prefix}.{SUM_IS_ONE}", bool, False),
+            "routed_scaling_factor": keys.number(EXPERT_SCALE, 1.0),
+        }
+    )
+
+
+def _cohere(keys: Keys) -> dict[str, Any]:
+    if "blk.0.attn_q_norm.weight" in keys.gguf.tensors:
+        raise keys.gguf.bad("norms of queries and keys are not supported with this architecture")
+    return {"logit_scale": keys.number(LOGIT_SCALE)}
+
+
+def _cohere2(keys: Keys) -> dict[str, Any]:
+    pattern = _sliding_pattern(keys) if keys.has(PATTERN) else {"sliding_window_pattern": 4}
+    return _cohere(keys) | pattern | {"sliding_window": keys.whole(SLIDING)}
+
+
+def _starcoder2(keys: Keys) -> dict[str, Any]:
+    """No file says how far its layers see; that is alike in all sizes that there are."""
+    biased = "blk.0.attn_q.bias" in keys.gguf.tensors
+    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": biased, "sliding_window": keys.whole(SLIDING, 4096)}
+
+
+def _gemma(keys: Keys) -> dict[str, Any]:
+    return {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(keys: Keys) -> dict[str, Any]:
+    return _gemma(keys) | {
+        "sliding_window": keys.whole(SLIDING, 4096),
+        "attn_logit_softcapping": keys.number(SCORE_CAP, 50.0),
+        "final_logit_softcapping": keys.number(LOGIT_CAP, 30.0),
+        "query_pre_attn_scalar": _query_scalar(keys, 46),
+    }
+
+
+def _gemma3(keys: Keys) -> dict[str, Any]:
+    local = keys.number(LOCAL_BASE, 10_000.0)
+    return (
+        _gemma(keys)
+        | _sliding_pattern(keys)
+        | {
+            "sliding_window": keys.whole(SLIDING),
+            "rope_theta": keys.number("rope.freq_base", 1_000_000.0),
+            "rope_local_base_freq": local,
+            "final_logit_softcapping": keys.number(LOGIT_CAP, 0.0) or None,
+            "query_pre_attn_scalar": _query_scalar(keys, 62),
+        }
+    )
+
+
+def _sliding_pattern(keys: Keys) -> dict[str, Any]:
+    """Every so many layers one sees all, or for each layer whether it slides."""
+    key = f"{keys.prefix}.{PATTERN}"
+    if not keys.gguf.is_array(key):
+        return {"sliding_window_pattern": keys.whole(PATTERN, 6)}
+    slides = keys.gguf.items(key, bool) or []
+    return {"layer_types": ["sliding_attention" if one else "full_attention" for one in slides]}
+
+
+def _query_scalar(keys: Keys, layers: int) -> float:
+    """The file does not say it. It is the size of a head, but for the largest model, which is known by its `layers`."""
+    if keys.whole("block_count") == layers:
+        return keys.whole("embedding_length") / keys.whole("attention.head_count")
+    return float(keys.head_dim)
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(architecture="LlamaForCausalLM", fields=_llama, keys=frozenset({SLIDING})),
+    "qwen2": Family(architecture="Qwen2ForCausalLM"),
+    "qwen2moe": Family(
+        architecture="Qwen2MoeForCausalLM", fields=_qwen2_moe, keys=frozenset({EXPERT_WIDTH, SHARED_WIDTH})
+    ),
+    "qwen3": Family(architecture="Qwen3ForCausalLM"),
+    "qwen3moe": Family(architecture="Qwen3MoeForCausalLM", fields=_qwen3_moe, keys=frozenset({EXPERT_WIDTH})),
+    "gemma": Family(architecture="GemmaForCausalLM", fields=_gemma),
+    "gemma2": Family(architecture="Gemma2ForCausalLM", fields=_gemma2, keys=frozenset({SLIDING, SCORE_CAP, LOGIT_CAP})),
+    "gemma3": Family(
+        architecture="Gemma3ForCausalLM",
+        fields=_gemma3,
+        keys=frozenset({SLIDING, PATTERN, LOGIT_CAP, LOCAL_BASE}),
+    ),
+    "phi3": Family(architecture="Phi3ForCausalLM", fields=_phi3, keys=frozenset({SLIDING})),
+    "gpt-oss": Family(architecture="GptOssForCausalLM", fields=_gpt_oss, keys=frozenset({SLIDING, EXPERT_WIDTH})),
+    "granite": Family(architecture="GraniteForCausalLM", fields=_granite, keys=frozenset(MULTIPLIERS)),
+    "granitemoe": Family(architecture="GraniteMoeForCausalLM", fields=_granite_moe, keys=frozenset(MULTIPLIERS)),
+    "olmo2": Family(architecture="Olmo2ForCausalLM", fields=_olmo2, keys=frozenset({SLIDING, PATTERN, LOCAL_BASE})),
+    "olmoe": Family(architecture="OlmoeForCausalLM", fields=_chosen),
+    "smollm3": Family(architecture="SmolLM3ForCausalLM", fields=_smollm3),
+    "glm4": Family(architecture="Glm4ForCausalLM", fields=_glm4, keys=frozenset({GUESSING})),
+    "glm4moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        fields=_glm4_moe,
+        keys=frozenset(
+            {EXPERT_WIDTH, SHARED_COUNT, DENSE_COUNT, GUESSING, GATING, SUM_IS_ONE, EXPERT_SCALE, GROUPS, GROUPS_USED}
+        ),
+    ),
+    "command-r": Family(architecture="CohereForCausalLM", fields=_cohere, keys=frozenset({LOGIT_SCALE}), epsilon=MEANS),
+    "cohere2": Family(
+        architecture="Cohere2ForCausalLM",
+        fields=_cohere2,
+        keys=frozenset({LOGIT_SCALE, SLIDING, PATTERN}),
+        epsilon=MEANS,
+    ),
+    "starcoder2": Family(
+        architecture="Starcoder2ForCausalLM",
+        fields=_starcoder2,
+        keys=frozenset({SLIDING}),
+        epsilon=(MEANS[0], "norm_epsilon"),
+    ),
+}
+
+
+def family_of(gguf: Gguf) -> str:
+    """A name of FAMILIES. Raises BadGguf for any other architecture."""
+    name = gguf.take("general.architecture", str)
+    if name not in FAMILIES:
+        raise gguf.bad(f"architecture {name[:64]!r} is not one of {', '.join(FAMILIES)}")
+    return name
