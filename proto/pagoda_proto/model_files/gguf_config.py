@@ -61,7 +61,7 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     if turning != keys.head_dim:
         fields["partial_rotary_factor"] = turning / keys.head_dim
     fields |= family.fields(keys)
-    if keys.whole("attention.value_length", keys.head_dim) != keys.head_dim:
+    if "kv_lora_rank" not in fields and keys.whole("attention.value_length", keys.head_dim) != keys.head_dim:
         raise gguf.bad("values and keys of different sizes are not supported")
     return _reading(keys, fields)
 

@@ -21,7 +21,14 @@ MULTIPLIERS = {
 SHARED_COUNT, DENSE_COUNT, GUESSING = "expert_shared_count", "leading_dense_block_count", "nextn_predict_layers"
 GATING, SUM_IS_ONE, EXPERT_SCALE = "expert_gating_func", "expert_weights_norm", "expert_weights_scale"
 GROUPS, GROUPS_USED = "expert_group_count", "expert_group_used_count"
-SIGMOID = 2  # a number of `expert_gating_func`
+BEHIND_DENSE = frozenset(
+    {EXPERT_WIDTH, SHARED_COUNT, DENSE_COUNT, GUESSING, GATING, SUM_IS_ONE, EXPERT_SCALE, GROUPS, GROUPS_USED}
+)
+SOFTMAX, SIGMOID = 1, 2  # numbers of `expert_gating_func`
+FAVOUR = ".exp_probs_b.bias"  # the end of a tensor's name
+LATENT_RANK, QUERY_RANK = "attention.kv_lora_rank", "attention.q_lora_rank"
+KEY_LENGTH, VALUE_LENGTH = "attention.key_length_mla", "attention.value_length_mla"
+SHARPENING = "rope.scaling.yarn_log_multiplier"
 MEANS = ("attention.layer_norm_epsilon", "layer_norm_eps")  # of norms that subtract it
 
 
@@ -131,28 +138,63 @@ def _turning_half(keys: Keys) -> dict[str, Any]:
 
 
 def _glm4_moe(keys: Keys) -> dict[str, Any]:
-    """Layers that guess tokens stand behind the others and are counted with them."""
     if keys.whole(GATING, SIGMOID) != SIGMOID:
         raise keys.gguf.bad(f"'{keys.prefix}.{GATING}' other than {SIGMOID} is not supported")
+    norms = "blk.0.attn_q_norm.weight" in keys.gguf.tensors
+    return _attention_bias(keys) | _turning_half(keys) | _behind_dense(keys) | {"use_qk_norm": norms}
+
+
+def _behind_dense(keys: Keys) -> dict[str, Any]:
+    """Layers with experts behind dense ones; those that guess tokens stand behind both and are counted with them."""
     guessing = keys.whole(GUESSING, 0)
+    return {
+        "num_hidden_layers": keys.whole("block_count") - guessing,
+        "num_nextn_predict_layers": guessing,
+        "n_routed_experts": keys.whole("expert_count"),
+        "num_experts_per_tok": keys.whole("expert_used_count"),
+        "moe_intermediate_size": keys.whole(EXPERT_WIDTH),
+        "n_shared_experts": keys.whole(SHARED_COUNT, 0) or None,
+        "first_k_dense_replace": keys.whole(DENSE_COUNT, 0),
+        "n_group": keys.whole(GROUPS, 1),
+        "topk_group": keys.whole(GROUPS_USED, 1),
+        "norm_topk_prob": keys.gguf.take(f"{keys.prefix}.{SUM_IS_ONE}", bool, False),
+        "routed_scaling_factor": keys.number(EXPERT_SCALE, 1.0),
+    }
+
+
+def _deepseek2(keys: Keys) -> dict[str, Any]:
+    """V3 adds to experts' scores, V2 does not. Newer files say two kinds of sizes, of latents and of heads."""
+    turning, latents = keys.whole("rope.dimension_count"), keys.has(KEY_LENGTH)
+    key = keys.whole(KEY_LENGTH if latents else "attention.key_length")
+    favoured = any(name.endswith(FAVOUR) for name in keys.gguf.tensors)
+    if keys.whole(GATING, wanted := SIGMOID if favoured else SOFTMAX) != wanted:
+        raise keys.gguf.bad(f"'{keys.prefix}.{GATING}' other than {wanted} is not supported here")
+    scoring = {"topk_method": "noaux_tc"} if favoured else {"topk_method": "group_limited_greedy"}
     return (
-        _attention_bias(keys)
-        | _turning_half(keys)
+        _behind_dense(keys)
+        | scoring
         | {
-            "num_hidden_layers": keys.whole("block_count") - guessing,
-            "num_nextn_predict_layers": guessing,
-            "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.gguf.tensors,
-            "n_routed_experts": keys.whole("expert_count"),
-            "num_experts_per_tok": keys.whole("expert_used_count"),
-            "moe_intermediate_size": keys.whole(EXPERT_WIDTH),
-            "n_shared_experts": keys.whole(SHARED_COUNT, 0) or None,
-            "first_k_dense_replace": keys.whole(DENSE_COUNT, 0),
-            "n_group": keys.whole(GROUPS, 1),
-            "topk_group": keys.whole(GROUPS_USED, 1),
-            "norm_topk_prob": keys.gguf.take(f"{keys.prefix}.{SUM_IS_ONE}", bool, False),
-            "routed_scaling_factor": keys.number(EXPERT_SCALE, 1.0),
+            "architectures": ["DeepseekV3ForCausalLM" if favoured else "DeepseekV2ForCausalLM"],
+            "kv_lora_rank": keys.whole(LATENT_RANK),
+            "q_lora_rank": keys.whole(QUERY_RANK, 0) or None,
+            "qk_rope_head_dim": turning,
+            "qk_nope_head_dim": key - turning,
+            "v_head_dim": keys.whole(VALUE_LENGTH if latents else "attention.value_length"),
+            "rope_scaling": _sharpened(keys),
+            "num_key_value_heads": None,
+            "partial_rotary_factor": None,
+            "head_dim": None,
         }
     )
+
+
+def _sharpened(keys: Keys) -> dict[str, Any] | None:
+    """A file says a tenth of `mscale_all_dim`, in float32, and nothing of `mscale`, which is the same in all models."""
+    scaling = rope_scaling(keys)
+    if scaling is None or not keys.has(SHARPENING):
+        return scaling
+    both = round(10 * keys.number(SHARPENING), 6)
+    return scaling | {"mscale": both, "mscale_all_dim": both}
 
 
 def _cohere(keys: Keys) -> dict[str, Any]:
@@ -239,12 +281,11 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": Family(architecture="OlmoeForCausalLM", fields=_chosen),
     "smollm3": Family(architecture="SmolLM3ForCausalLM", fields=_smollm3),
     "glm4": Family(architecture="Glm4ForCausalLM", fields=_glm4, keys=frozenset({GUESSING})),
-    "glm4moe": Family(
-        architecture="Glm4MoeForCausalLM",
-        fields=_glm4_moe,
-        keys=frozenset(
-            {EXPERT_WIDTH, SHARED_COUNT, DENSE_COUNT, GUESSING, GATING, SUM_IS_ONE, EXPERT_SCALE, GROUPS, GROUPS_USED}
-        ),
+    "glm4moe": Family(architecture="Glm4MoeForCausalLM", fields=_glm4_moe, keys=BEHIND_DENSE),
+    "deepseek2": Family(
+        architecture="DeepseekV2ForCausalLM",
+        fields=_deepseek2,
+        keys=BEHIND_DENSE | {LATENT_RANK, QUERY_RANK, KEY_LENGTH, VALUE_LENGTH, SHARPENING},
     ),
     "command-r": Family(architecture="CohereForCausalLM", fields=_cohere, keys=frozenset({LOGIT_SCALE}), epsilon=MEANS),
     "cohere2": Family(

@@ -39,6 +39,10 @@ def _by_case(endings: str, digits: str) -> str:
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CL100K = rf"{_ENDINGS}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 QWEN2 = rf"{_ENDINGS}|{_BEFORE}\p{{L}}+|\p{{N}}|{_REST}"
+DEEPSEEK_V3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 O200K = _by_case(f"{_ENDINGS}?", r"\p{N}{1,3}")
 TEKKEN = _by_case("", r"\p{N}")
 
@@ -56,5 +60,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "glm4": PreTokenizer(patterns=(CL100K,), ignores_merges=True),
     "command-r": PreTokenizer(patterns=(r"\p{N}", GPT2), nfc=True),
     "olmo": PreTokenizer(patterns=(GPT2,), nfc=True),
+    "deepseek-coder": PreTokenizer(
+        patterns=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
+    ),
+    "deepseek-v3": PreTokenizer(patterns=(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", DEEPSEEK_V3)),
     "gpt-4o": PreTokenizer(patterns=(O200K,)),
 }

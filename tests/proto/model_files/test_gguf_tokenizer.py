@@ -38,6 +38,13 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+DEEPSEEK_CODER = ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"]
+DEEPSEEK_V3 = [
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+]
 SAMPLE = [
     "The sum isn't 1234567, it's 89 and we'll see; I'M SURE THEY'D 'VE known.\n\n  if x == 10:\n\treturn a/path//b\r\n",
     "naïve café École Ångström 東京 日本語 Привет мир HTTPServer aB Ab AB",
@@ -68,6 +75,8 @@ WORDS: dict[str, Callable[[], Any]] = {
     "dbrx": lambda: cut_by(LLAMA3),
     "smaug-bpe": lambda: cut_by(LLAMA3),
     "glm4": lambda: cut_by(LLAMA3),
+    "deepseek-coder": lambda: cut_by(*DEEPSEEK_CODER),
+    "deepseek-v3": lambda: cut_by(*DEEPSEEK_V3),
     "qwen2": lambda: cut_by(QWEN2),
     "deepseek-r1-qwen": lambda: cut_by(QWEN2),
     "gpt-4o": lambda: cut_by(GPT4O),

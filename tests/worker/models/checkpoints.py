@@ -109,6 +109,9 @@ _LATENT = {
 _DEEP_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
 NATIVE |= {
     "glm4_moe": ("glm4_moe", {**_GROUPED, "head_dim": 32, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe_lite": ("glm4_moe_lite", {
+        **_LATENT, "q_lora_rank": 48, "mlp_layer_types": ["dense", "dense", "sparse"], "n_group": 1, "topk_group": 1,
+    }),
     "deepseek_v2": ("deepseek_v2", {**_LATENT, "topk_method": "group_limited_greedy", "q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", {**_LATENT, "q_lora_rank": 48, "rope_parameters": _DEEP_YARN}),
 }  # fmt: skip

@@ -29,6 +29,11 @@ OTHERS = {
         "post_mlp_layernorm": "post_ffw_norm",
     },
     "glm4moe": SHARED | {"post_attention_layernorm": "post_attention_norm"},
+    "deepseek2": SHARED | {
+        "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm", "self_attn.kv_b_proj": "attn_kv_b",
+    },
     "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     "gemma2": FOUR_NORMS, "gemma3": FOUR_NORMS, "olmo2": ONLY_AFTER, "qwen2moe": SHARED,
     "granitemoe": {"block_sparse_moe.router.layer": "ffn_gate_inp"},
@@ -55,13 +60,13 @@ def write_gguf(
     path: Path,
     kind: str = "F32",
     pairs: Mapping[str, Any] = MappingProxyType({}),
-    tensors: Mapping[str, Stored] = MappingProxyType({}),
+    tensors: Mapping[str, Stored | None] = MappingProxyType({}),
 ) -> Path:
     """The safetensors checkpoint of a transformers `config` as a GGUF file of architecture `arch`.
 
-    `pairs`, without the name of the architecture, and `tensors` replace its own or stand behind them.
+    `pairs`, without the name of the architecture, and `tensors` replace its own or stand behind them; None is none.
     """
-    held = _tensors(directory, config, arch, kind) | dict(tensors)
+    held = {name: one for name, one in (_tensors(directory, config, arch, kind) | dict(tensors)).items() if one}
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     turning = int(head_dim * rope.get("partial_rotary_factor", 1.0))
@@ -81,7 +86,9 @@ def write_gguf(
         "rope.freq_base": float(rope["rope_theta"]), **FIELDS.get(arch, lambda config, rope: {})(config, rope),
         **pairs,
     }  # fmt: skip
-    return GgufFile(top | {f"{arch}.{name}": value for name, value in said.items()}, held).write(path)
+    return GgufFile(top | {f"{arch}.{name}": value for name, value in said.items() if value is not None}, held).write(
+        path
+    )
 
 
 def _epsilon(config: Any) -> dict[str, float]:
@@ -129,13 +136,28 @@ def _yarn(rope: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _glm4_moe(config: Any, rope: Any) -> dict[str, Any]:
+def _behind_dense(config: Any, rope: Any) -> dict[str, Any]:
+    kinds = getattr(config, "mlp_layer_types", None)
     return {
         "expert_count": config.n_routed_experts, "expert_used_count": config.num_experts_per_tok,
         "expert_feed_forward_length": config.moe_intermediate_size, "expert_shared_count": config.n_shared_experts,
-        "leading_dense_block_count": config.first_k_dense_replace, "expert_gating_func": 2,
-        "expert_weights_scale": config.routed_scaling_factor, "expert_weights_norm": config.norm_topk_prob,
+        "leading_dense_block_count": kinds.count("dense") if kinds else config.first_k_dense_replace,
+        "expert_weights_scale": config.routed_scaling_factor,
         "expert_group_count": config.n_group, "expert_group_used_count": config.topk_group,
+        "expert_weights_norm": getattr(config, "norm_topk_prob", False),
+    }  # fmt: skip
+
+
+def _deepseek2(config: Any, rope: Any) -> dict[str, Any]:
+    said = _behind_dense(config, rope) | ({"attention.q_lora_rank": config.q_lora_rank} if config.q_lora_rank else {})
+    if rope["rope_type"] == "yarn":
+        said |= _yarn(rope) | {"rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"]}
+    return said | {
+        "attention.head_count_kv": 1, "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank, "rope.dimension_count": config.qk_rope_head_dim,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
     }  # fmt: skip
 
 
@@ -153,7 +175,8 @@ FIELDS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "gpt-oss": lambda config, rope: _experts(config, rope)
     | _yarn(rope)
     | {"attention.sliding_window": config.sliding_window, "expert_feed_forward_length": config.intermediate_size},
-    "glm4moe": _glm4_moe,
+    "glm4moe": _behind_dense,
+    "deepseek2": _deepseek2,
     "command-r": lambda config, rope: {"logit_scale": config.logit_scale},
     "cohere2": lambda config, rope: {
         "logit_scale": config.logit_scale, "attention.sliding_window": config.sliding_window,
@@ -187,6 +210,9 @@ def _tensors(directory: Path, config: Any, arch: str, kind: str) -> dict[str, St
         if whole := next((whole for end, whole in BARE.items() if name.endswith(end)), None):
             found[f"blk.{name.split('.')[2]}.{whole}"] = stored(tensor)
             continue
+        if name.endswith(".kv_b_proj.weight"):
+            found |= _of_heads(name.split(".")[2], tensor, config, kind)
+            continue
         if match := FUSED.fullmatch(name):
             layer, which = match.groups()
             parts = zip(("gate", "up"), tensor.chunk(2, 1), strict=True) if which == "input" else [("down", tensor)]
@@ -201,6 +227,16 @@ def _tensors(directory: Path, config: Any, arch: str, kind: str) -> dict[str, St
     for name, of_layer in experts.items():
         found[name] = stored(torch.stack([of_layer[i] for i in range(len(of_layer))]), kind)
     return found
+
+
+def _of_heads(layer: str, both: torch.Tensor, config: Any, kind: str) -> dict[str, Stored]:
+    """What makes keys and values of latents, apart, the first the other way round."""
+    plain, heads = config.qk_nope_head_dim, config.num_attention_heads
+    keys, values = both.view(heads, -1, both.shape[1]).split([plain, config.v_head_dim], 1)
+    return {
+        f"blk.{layer}.attn_k_b.weight": stored(keys.mT.contiguous(), kind),
+        f"blk.{layer}.attn_v_b.weight": stored(values.contiguous(), kind),
+    }
 
 
 def _stacked(

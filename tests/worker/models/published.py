@@ -260,6 +260,14 @@ OTHERS: dict[str, tuple[dict[str, Any], int]] = {
              norm_topk_prob=True, routed_scaling_factor=1.0, first_k_dense_replace=1, num_nextn_predict_layers=1,
              **_EXPERTS), 106852
     ),
+    "GLM-4.7-Flash": (
+        _rms("Glm4MoeLiteForCausalLM", _sizes(2048, 10240, 47, (20, 20), 154880, 202752), **_LATENT | {
+                 "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rope_theta": 1000000},
+             partial_rotary_factor=1.0, rope_scaling=None, moe_intermediate_size=1536, n_routed_experts=64,
+             n_shared_experts=1, n_group=1, topk_group=1, topk_method="noaux_tc", norm_topk_prob=True,
+             routed_scaling_factor=1.8, first_k_dense_replace=1, num_nextn_predict_layers=1,
+             **_EXPERTS | {"num_experts_per_tok": 4}), 29943
+    ),
     "DeepSeek-V2-Lite": (
         _rms("DeepseekV2ForCausalLM", _sizes(2048, 10944, 27, (16, 16), 102400, 163840), **_LATENT, q_lora_rank=None,
              n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1408, first_k_dense_replace=1, n_group=1,

@@ -90,6 +90,7 @@ def test_both_spellings(old: dict[str, Any], new: dict[str, Any]) -> None:
         ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0}, "not supported natively: clip_qkv"),
         ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         ("DeepseekV3", {**DEEP, "topk_method": "greedy"}, "topk_method='greedy'"),
+        ("Glm4MoeLite", {**DEEP, "mlp_layer_types": ["sparse", "dense"]}, "'mlp_layer_types' must name every layer"),
         ("DeepseekV2", {**DEEP, "norm_topk_prob": True}, "norm_topk_prob=True"),
         ("DeepseekV2", {**DEEP, "kv_lora_rank": None}, "'kv_lora_rank' is missing"),
         ("DeepseekV3", {**DEEP, "attention_bias": True}, "attention_bias=True"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tests.gguf_files import stored
 from tests.worker.models.checkpoints import NATIVE, make_model, save
 from tests.worker.models.gguf_models import write_gguf
@@ -41,6 +42,9 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("smollm3", "smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5, "use_sliding_window": False}),
     ("glm4", "glm4", {}),
     ("glm4moe", "glm4_moe", {}),
+    ("deepseek2", "deepseek_v2", {"norm_topk_prob": False}),
+    ("deepseek2", "deepseek_v3", {"rope_parameters": NATIVE["deepseek_v3"][1]["rope_parameters"] | {"mscale": 0.7}}),
+    ("deepseek2", "glm4_moe_lite", {}),
     ("command-r", "cohere", {}),
     ("cohere2", "cohere2", {}),
     ("starcoder2", "starcoder2", {"sliding_window": None}),
@@ -85,3 +89,28 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
     )  # fmt: skip
     with torch.inference_mode():
         assert torch.equal(logits_of(loaded(guessing), TOKENS, [32]), logits_of(loaded(plain), TOKENS, [32]))
+
+
+def test_latents_of_older_files(tmp_path: Path) -> None:
+    """Sizes are those of heads, and what makes keys and values is one matrix."""
+    model_type, fields = NATIVE["deepseek_v3"]
+    model = make_model(model_type, fields)
+    directory, config = save(model, tmp_path / "model"), model.config
+    tensors = load_file(directory / "model.safetensors")
+    apart = {f"blk.{i}.attn_{part}_b.weight": None for i in range(config.num_hidden_layers) for part in "kv"}
+    both = {
+        f"blk.{i}.attn_kv_b.weight": stored(tensors[f"model.layers.{i}.self_attn.kv_b_proj.weight"])
+        for i in range(config.num_hidden_layers)
+    }
+    newer = write_gguf(directory, config, "deepseek2", tmp_path / "newer.gguf")
+    older = write_gguf(
+        directory, config, "deepseek2", tmp_path / "older.gguf",
+        pairs={
+            "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+            "attention.value_length": config.v_head_dim, "attention.head_count_kv": config.num_attention_heads,
+            "attention.key_length_mla": None, "attention.value_length_mla": None,
+        },
+        tensors=apart | both,
+    )  # fmt: skip
+    with torch.inference_mode():
+        assert torch.equal(logits_of(loaded(older), TOKENS, [32]), logits_of(loaded(newer), TOKENS, [32]))

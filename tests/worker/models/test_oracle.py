@@ -20,7 +20,7 @@ NEW_TOKENS = 24
 BF16_MEAN, BF16_MOST = 0.06, 0.6
 WITH_EXPERTS, MOSTLY = (
     {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granite_moe", "gpt_oss", "glm4_moe", "llama4"}
-    | {"llama4_dense", "deepseek_v2", "deepseek_v3"},  # the first is dense in all layers but one
+    | {"llama4_dense", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"},  # the first is dense in all layers but one
     0.75,
 )
 

@@ -48,6 +48,12 @@ SHARED = {
     "ffn_gate_shexp": "mlp.shared_expert{}.gate_proj", "ffn_up_shexp": "mlp.shared_expert{}.up_proj",
     "ffn_down_shexp": "mlp.shared_expert{}.down_proj",
 }  # fmt: skip
+BEHIND_DENSE = {
+    **{one: name.format("s") for one, name in SHARED.items()}, FAVOUR: "mlp.gate.e_score_correction_bias",
+    **{f"nextn.{part}": f"nextn.{part}" for part in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
+    **{f"nextn.shared_head_{part}": f"nextn.shared_head_{part}" for part in ("head", "norm")},
+}  # fmt: skip
+OF_HEADS = {"attn_k_b": "self_attn.k_b_proj", "attn_v_b": "self_attn.v_b_proj"}  # a matrix for each, in one tensor
 OF_FAMILY: Mapping[str, Mapping[str, str]] = {
     "gemma2": FOUR_NORMS, "gemma3": FOUR_NORMS, "olmo2": FOUR_NORMS, "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", SINKS: "self_attn.sinks"},
@@ -56,11 +62,11 @@ OF_FAMILY: Mapping[str, Mapping[str, str]] = {
         "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
     },
-    "glm4moe": {
-        "post_attention_norm": "post_attention_layernorm", **{one: name.format("s") for one, name in SHARED.items()},
-        FAVOUR: "mlp.gate.e_score_correction_bias",
-        **{f"nextn.{part}": f"nextn.{part}" for part in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
-        **{f"nextn.shared_head_{part}": f"nextn.shared_head_{part}" for part in ("head", "norm")},
+    "glm4moe": {"post_attention_norm": "post_attention_layernorm", **BEHIND_DENSE},
+    "deepseek2": {
+        "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj", **OF_HEADS, **BEHIND_DENSE,
     },
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }  # fmt: skip
@@ -135,7 +141,9 @@ def _published(gguf: Gguf, family: str, stored: str, tensor: GgufTensor) -> Iter
     if part not in known or kind != BARE.get(part, kind):
         raise gguf.bad(f"tensor {stored!r} is none that a model of architecture {family!r} has here")
     entry = _entry(tensor)
-    if part == SHARED_GATE and dimensions == 1:  # a matrix of one row, which converters write without it
+    if part in OF_HEADS and dimensions == 3:
+        entry = replace(entry, shape=(entry.shape[0] * entry.shape[1], entry.shape[2]))
+    elif part == SHARED_GATE and dimensions == 1:  # a matrix of one row, which converters write without it
         entry = replace(entry, shape=(1, *entry.shape))
     yield f"model.layers.{layer}.{known[part]}{'' if part in BARE else f'.{kind}'}", entry
 

@@ -14,6 +14,8 @@ class Names:
         norms: Role of a norm -> its name. "attention" and "mlp" stand before what they are called by, "after_attention"
             and "after_mlp" behind it; a role that is not named has no norm.
         qkv: Queries, keys and values, or the one matrix that holds them.
+        latent_up: The one matrix that makes a head's key and value of a latent, head by head; or two: that which brings
+            a head's query to the latent [latent, key] and that which makes its value [value, latent].
         up: Gate and up, or the one matrix that holds them; without a gate, up alone.
         expert_up, expert_down: Of the experts of a layer; "{}" stands for one's number. Without it the name is that of
             a tensor with the matrices of all, [experts, outputs, inputs]; "_bias" is added to that of their biases.
@@ -38,7 +40,7 @@ class Names:
     query_up: str = "self_attn.q_b_proj"
     latent_down: str = "self_attn.kv_a_proj_with_mqa"
     latent_norm: str = "self_attn.kv_a_layernorm"
-    latent_up: str = "self_attn.kv_b_proj"
+    latent_up: tuple[str, ...] = ("self_attn.kv_b_proj",)
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"

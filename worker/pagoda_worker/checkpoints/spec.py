@@ -217,7 +217,7 @@ def matrices_of_all(spec: DecoderSpec) -> list[str]:
     """
     names, found = spec.names, []
     for index, layer in enumerate(spec.layers):
-        latent = (names.latent_down, names.latent_up)
+        latent = (names.latent_down, *names.latent_up)
         parts = [*(part for part in _query_key_value(spec, layer) if part not in latent), names.out]
         if dense_mlp(layer) is not None:
             up, down = dense_names(names, layer)
@@ -267,10 +267,10 @@ def _latent_matrices(names: Names, latent: LatentShape, heads: int, hidden: int)
     matrices = {names.qkv[0]: (queries, hidden)}
     if rank is not None:
         matrices = {names.query_down: (rank, hidden), names.query_up: (queries, rank)}
-    return matrices | {
-        names.latent_down: (latent.rank + latent.turning, hidden),
-        names.latent_up: (heads * (latent.plain + latent.value), latent.rank),
-    }
+    both = [(heads * (latent.plain + latent.value), latent.rank)]
+    apart = [(heads * latent.rank, latent.plain), (heads * latent.value, latent.rank)]
+    up = dict(zip(names.latent_up, both if len(names.latent_up) == 1 else apart, strict=True))
+    return matrices | {names.latent_down: (latent.rank + latent.turning, hidden)} | up
 
 
 def dense_names(names: Names, layer: LayerSpec) -> tuple[tuple[str, ...], str]:

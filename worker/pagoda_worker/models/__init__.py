@@ -38,6 +38,7 @@ _READERS = {
     "Llama4ForCausalLM": "unturned:read_llama4",
     "Llama4ForConditionalGeneration": "unturned:read_llama4_with_images",
     "Glm4MoeForCausalLM": "glm:read_glm4_moe",
+    "Glm4MoeLiteForCausalLM": "deepseek:read_deepseek_v3",
     "DeepseekV2ForCausalLM": "deepseek:read_deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek:read_deepseek_v3",
 }

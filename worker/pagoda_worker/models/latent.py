@@ -62,7 +62,8 @@ def load_latent(spec: DecoderSpec, layer: LayerSpec, packer: Packer, prefix: str
     own = replace(rope, head_dim=shape.turning, turning=0)
     turning = [shape.rank + at for at in head_order(own) or range(shape.turning)]
     down = packer.source.linear(prefix + names.latent_down)
-    inward, outward = _by_heads(packer, prefix + names.latent_up, layer.attention.num_heads, shape, rope)
+    up = [packer.source.widened(prefix + name) for name in names.latent_up]
+    inward, outward = _by_heads(up, layer.attention.num_heads, shape, rope)
     return Latent(
         queries=tuple(packer.pack(prefix, [part], False) for part in parts),
         query_norm=None if shape.query_rank is None else _norm(packer, prefix + names.query_latent_norm),
@@ -79,18 +80,22 @@ def _norm(packer: Packer, name: str) -> Norm:
 
 
 def _by_heads(
-    packer: Packer, name: str, heads: int, shape: LatentShape, rope: RopeShape
+    up: list[torch.Tensor], heads: int, shape: LatentShape, rope: RopeShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What brings a head's queries to its line [Hq, D, plain + turning], and back its values [Hq, value, D].
+    """What brings a head's queries to its line [Hq, D, plain + turning], and back its values [Hq, value, D]; `up`: see
+    `Names.latent_up`.
 
     Lines are what turns, then the latent, in the order of `head_order`. What turns passes as it is.
     """
-    both = packer.source.widened(name).view(heads, shape.plain + shape.value, shape.rank)
-    keys, values = both[:, : shape.plain], both[:, shape.plain :]
+    if len(up) == 1:
+        both = up[0].view(heads, shape.plain + shape.value, shape.rank)
+        keys, values = both[:, : shape.plain].mT, both[:, shape.plain :]
+    else:
+        keys, values = up[0].view(heads, shape.rank, shape.plain), up[1].view(heads, shape.value, shape.rank)
     still = keys.new_zeros(heads, shape.turning, shape.plain)
     own = torch.eye(shape.turning, dtype=keys.dtype, device=keys.device).expand(heads, -1, -1)
     nothing = keys.new_zeros(heads, shape.rank, shape.turning)
-    inward = torch.cat((torch.cat((still, own), 2), torch.cat((keys.mT, nothing), 2)), 1)
+    inward = torch.cat((torch.cat((still, own), 2), torch.cat((keys, nothing), 2)), 1)
     outward = torch.cat((values.new_zeros(heads, shape.value, shape.turning), values), 2)
     order = head_order(rope)
     return (inward, outward) if order is None else (inward[:, order], outward[:, :, order])

@@ -1,11 +1,14 @@
-"""DeepSeek V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): attention over latents, and experts in groups."""
+"""DeepSeek V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): attention over latents, and experts in groups.
+
+GLM-4.7-Flash is a V3 whose file says of every layer what it is.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from pagoda_worker.checkpoints.config_reader import ConfigReader, invalid
+from pagoda_worker.checkpoints.config_reader import ConfigReader, UnsupportedConfig, invalid, shown
 from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.rope_fields import RopeDefaults, mscale, read_rope
@@ -21,6 +24,7 @@ SHARED: dict[str, Any] = {
 }
 NAMES = Names(**SHARED)
 NAMES_FUSED = Names(**SHARED, **FUSED)
+NAMES_APART = Names(**SHARED, latent_up=("self_attn.k_b_proj", "self_attn.v_b_proj"))
 # What transformers writes beside the fields that say it, and what only training reads.
 REPEATED = ("head_dim", "qk_head_dim", "num_key_value_heads", "ep_size", "aux_loss_alpha", "seq_aux")
 
@@ -74,8 +78,21 @@ def behind_dense(config: ConfigReader, layers: tuple[LayerSpec, ...], routing: R
         shared=MlpShape(width=width * config.size("n_shared_experts"), activation=activation) if shared else None,
         favour=routing.sigmoid,
     )
-    dense = config.take("first_k_dense_replace", int, 0)
+    dense = _dense_layers(config, len(layers))
     return tuple(layer if index < dense else replace(layer, mlp=moe) for index, layer in enumerate(layers))
+
+
+def _dense_layers(config: ConfigReader, layers: int) -> int:
+    """How many there are before those with experts: by their number, or by the kind of every layer."""
+    first, kinds = config.take("first_k_dense_replace", int, 0), config.maybe("mlp_layer_types", list)
+    if kinds is None:
+        return first
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise UnsupportedConfig(
+            f"config.json: 'mlp_layer_types' must name every layer, dense ones before sparse ones, got {shown(kinds)}"
+        )
+    return dense
 
 
 def guessing_layers(config: ConfigReader) -> int:
@@ -89,6 +106,7 @@ def _deepseek(config: ConfigReader, routing: Routing, defaults: RopeDefaults) ->
         config.ignore(name)
     for name in ("attention_bias", "mlp_bias"):
         config.choice(name, False)
+    config.choice("partial_rotary_factor", 1.0)
     shape, heads = _latent_shape(config), config.size("num_attention_heads")
     rope = read_rope(config, shape.turning, defaults)
     attention = AttentionShape(
@@ -104,7 +122,7 @@ def _deepseek(config: ConfigReader, routing: Routing, defaults: RopeDefaults) ->
         **common_fields(config),
         layers=behind_dense(config, (layer,) * config.size("num_hidden_layers"), routing),
         names=NAMES,
-        spellings=(NAMES_FUSED,),
+        spellings=(NAMES_FUSED, NAMES_APART),
         unused_layers=guessing_layers(config),
     )
 
