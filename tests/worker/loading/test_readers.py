@@ -226,3 +226,50 @@ def test_speculation_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "bert")
     with pytest.raises(ValueError, match="continues none"):
         runner_of(tmp_path, speculation="ngram")
+
+
+GEMMA = {
+    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 320, "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 40,
+}  # fmt: skip
+
+
+def save_gemma(path: Path) -> Any:
+    """EmbeddingGemma's kind. transformers halves its window when it reads a file, and would again what it wrote."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(**GEMMA, use_bidirectional_attention=True)
+    model = transformers.Gemma3TextModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(path)
+    fields = json.loads((path / "config.json").read_text()) | {"sliding_window": GEMMA["sliding_window"]}
+    (path / "config.json").write_text(json.dumps(fields))
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "kernels", "near"), [("float32", "torch", EXACT), ("bfloat16", "auto", 0.02)])
+def test_a_decoder_that_sees_both_ways_reads_prompts_whole(
+    dtype: str, kernels: str, near: float, tmp_path: Path
+) -> None:
+    model = save_gemma(tmp_path)
+    write_modules(tmp_path, "pooling_mode_mean_tokens", "Normalize")
+    reads = Reads(runner_of(tmp_path, dtype=dtype, kernels=kernels))
+    facts = reads.runner.facts
+    assert (facts.pools[0], facts.pooled_width, facts.num_blocks) == (EMBED, 64, 0)
+    prompts = texts(200)
+    found = reads.together(prompts, PoolingParams())
+    with torch.inference_mode():
+        for prompt, data in zip(prompts, found, strict=True):
+            states = model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+            expected = torch.nn.functional.normalize(states.mean(0), dim=0)
+            torch.testing.assert_close(numbers(data), expected, rtol=near, atol=near)
+            assert reads.together([prompts[3], prompt], PoolingParams())[1] == data
+
+
+def test_what_sees_both_ways_neither_continues_nor_judges(tmp_path: Path) -> None:
+    save_gemma(tmp_path)
+    for task, why in (("generate", "reads, and continues nothing"), ("classify", "see both ways")):
+        with pytest.raises(ValueError, match=why):
+            runner_of(tmp_path, task=task, fallback=False)

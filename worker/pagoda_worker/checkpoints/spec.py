@@ -133,6 +133,11 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
+    def causal(self) -> bool:
+        """If not, it reads whole prompts and continues none."""
+        return all(layer.attention.causal for layer in self.layers)
+
+    @property
     def segments(self) -> int:
         """Into how many fall the inputs of `out` and `down`, of all layers alike; see `kernels.segments`."""
         attended = [layer.attended for layer in self.layers]

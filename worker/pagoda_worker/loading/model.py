@@ -300,8 +300,12 @@ def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[Decoder
 
 
 def spec_of(fields: dict[str, Any]) -> DecoderSpec:
-    """What config.json says of a natively supported model, however it is quantised. Raises as `native_spec` does."""
-    return native_spec(architecture_of(fields), {name: value for name, value in fields.items() if name != FIELD})
+    """What config.json says of a natively supported model that generates, however it is quantised. Raises as
+    `native_spec` does."""
+    spec = native_spec(architecture_of(fields), {name: value for name, value in fields.items() if name != FIELD})
+    if not spec.causal:
+        raise UnsupportedConfig("config.json: with 'use_bidirectional_attention' it reads, and continues nothing")
+    return spec
 
 
 def _tell_formats(ops: Ops, dtype: torch.dtype, spec: DecoderSpec, formats: Formats) -> None:

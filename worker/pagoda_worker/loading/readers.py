@@ -41,6 +41,7 @@ from pagoda_worker.loading.model import (
     run_dtype,
 )
 from pagoda_worker.loading.numerics import numerics_id
+from pagoda_worker.models import ARCHITECTURES
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.recorded import RecordedReader
 from pagoda_worker.pooling import files, heads
@@ -94,9 +95,7 @@ def _encoder(reading: _Reading) -> LoadedModel:
     config, fields, checkpoint = reading.config, reading.fields, reading.checkpoint
     name = encoder_architecture(fields)
     spec = encoder_spec(name, fields)
-    # Vectors need fewer digits than training did, and kernels are a few times quicker without them.
-    auto = config.dtype == "auto" and reading.device.type == "cpu"
-    dtype = torch.bfloat16 if auto else run_dtype(config.dtype, fields, checkpoint.dtype(), reading.device)
+    dtype = _dtype(reading, whole=True)
     attention = spec.layers[0].attention
     needs = Needs(
         dtype=dtype,
@@ -137,6 +136,15 @@ def _encoder(reading: _Reading) -> LoadedModel:
     )
 
 
+def _dtype(reading: _Reading, *, whole: bool) -> torch.dtype:
+    """Of what reads whole prompts: vectors need fewer digits than training did, and kernels are a few times quicker
+    without them."""
+    config = reading.config
+    if whole and config.dtype == "auto" and reading.device.type == "cpu":
+        return torch.bfloat16
+    return run_dtype(config.dtype, reading.fields, reading.checkpoint.dtype(), reading.device)
+
+
 def _encoder_pooler(reading: _Reading, spec: EncoderSpec) -> Pooler:
     fields, path = reading.fields, reading.path
     if reading.kind == CLASSIFY:
@@ -160,14 +168,15 @@ def _check_reach(late: Late, spec: EncoderSpec) -> None:
 
 
 def _decoder(reading: _Reading) -> LoadedModel:
-    """Its prompts are computed as any decoder's, in chunks and over the prefix cache; the last state is looked at."""
+    """Its prompts are computed as any decoder's, in chunks and over the prefix cache; the last state is looked at. One
+    that sees both ways reads them whole, as an encoder does."""
     config, checkpoint = reading.config, reading.checkpoint
     fields = {name: value for name, value in reading.fields.items() if name not in BESIDE_THE_DECODER}
     name = architecture_of(fields)
     spec = native_spec(_generating(name), fields)
     _with_root(checkpoint, (spec.names, *spec.spellings))
     spec = as_spelled(spec, checkpoint.entries)
-    dtype = run_dtype(config.dtype, fields, checkpoint.dtype(), reading.device)
+    dtype = _dtype(reading, whole=not spec.causal)
     ops, remarks = load_ops(reading.device, config.kernels, decoder_needs(config, dtype, spec))
     for remark in remarks:
         log.warning(remark)
@@ -182,10 +191,13 @@ def _decoder(reading: _Reading) -> LoadedModel:
     if not config.max_model_len:
         max_len = min(max_len, files.longest(reading.path) or max_len)
     decoder = Decoder(spec, ops, source, dtype, max_len, head_size=0)
-    groups = tuple(replace(group, quantized=config.kv_cache_dtype == "int8") for group in decoder.kv_groups)
+    quantized = spec.causal and config.kv_cache_dtype == "int8"
+    groups = tuple(replace(group, quantized=quantized) for group in decoder.kv_groups)
+    most = config.max_tokens_per_step if spec.causal else max(config.max_tokens_per_step, max_len)
     return LoadedModel(
-        model=RecordedReader(decoder, config.max_tokens_per_step) if decoder.recordable else decoder,
-        kv_groups=groups,
+        model=RecordedReader(decoder, most) if decoder.recordable else decoder,
+        kv_groups=groups if spec.causal else (),
+        scratch=None if spec.causal else groups[0],
         ops=ops,
         dtype=dtype,
         device=reading.device,
@@ -204,7 +216,9 @@ def _implementation(ropes: Iterable[RopeShape], max_len: int) -> str:
 
 
 def _generating(name: str) -> str:
-    """The architecture of the same decoder that generates."""
+    """The architecture of the same decoder that generates, unless this one is known for itself."""
+    if name in ARCHITECTURES:
+        return name
     for suffix in ("ForSequenceClassification", "Model"):
         if name.endswith(suffix):
             return name.removesuffix(suffix) + "ForCausalLM"
@@ -226,7 +240,9 @@ def _with_root(checkpoint: Checkpoint, spellings: Iterable[Names]) -> None:
 def _decoder_pooler(reading: _Reading, spec: DecoderSpec) -> Pooler:
     checkpoint, fields, names, hidden_size = reading.checkpoint, reading.fields, spec.names, spec.hidden_size
     if reading.kind != CLASSIFY:
-        return files.embedder(reading.path, hidden_size, "last", whole=False)
+        return files.embedder(reading.path, hidden_size, "last" if spec.causal else "mean", whole=not spec.causal)
+    if not spec.causal:
+        raise UnsupportedConfig("heads of decoders that see both ways are not supported")
     if any(name.startswith("score.") for name in checkpoint.entries):
         return heads.classifier(checkpoint, heads.DECODER_HEAD, "last", hidden_size, fields)
     if not is_yes_no_reranker(fields, reading.config.model):

@@ -14,6 +14,7 @@ _READERS = {
     "GemmaForCausalLM": "gemma:read_gemma",
     "Gemma2ForCausalLM": "gemma:read_gemma2",
     "Gemma3ForCausalLM": "gemma:read_gemma3",
+    "Gemma3TextModel": "gemma:read_gemma3_text",
     "Phi3ForCausalLM": "phi:read_phi3",
     "Olmo2ForCausalLM": "olmo:read_olmo2",
     "Olmo3ForCausalLM": "olmo:read_olmo3",

@@ -69,7 +69,11 @@ class Decoder:
         states, and no logits. Without `room` there are no adapters."""
         self.spec = spec
         self.ops = ops
-        self.kv_groups, kv_layers = grouped(kv_shapes(spec, dtype, ops))
+        shapes = kv_shapes(spec, dtype, ops)
+        if spec.causal:
+            self.kv_groups, kv_layers = grouped(shapes)
+        else:  # nothing is kept: every layer writes over the one before
+            self.kv_groups, kv_layers = (shapes[0],), [KVLayer(0, 0)] * len(shapes)
         self._ropes = [RotaryTable(shape, max_positions, ops.device) for shape in spec.ropes]
         self._tempers = [temper_table(shape, max_positions, ops.device) for shape in spec.tempers]
         packer = Packer(ops, source, dtype, room)
@@ -303,7 +307,7 @@ def kv_shapes(spec: DecoderSpec, dtype: torch.dtype, ops: Ops) -> list[KVShape]:
             num_kv_heads=layer.attention.num_kv_heads,
             head_dim=layer.attention.head_dim,
             dtype=dtype,
-            window=layer.attention.window,
+            window=layer.attention.window if layer.attention.causal else None,
             chunked=layer.attention.chunked,
             planes=1 if layer.latent is not None and ops.keeps_latents_once else 2,
         )

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pagoda_worker.checkpoints.config_reader import GATED, ConfigReader, UnsupportedConfig
+from pagoda_worker.checkpoints.config_reader import GATED, ConfigReader
 from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.rope_fields import RopeDefaults, read_rope, read_two_ropes
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape
+from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.models.families.llama import attention_of, common_fields, layers_of, mlp_of
 
 NAMES = Names(
@@ -31,8 +32,6 @@ NAMES = Names(
 def _gemma_fields(config: ConfigReader) -> dict[str, Any]:
     common = common_fields(config, tied=True)
     bias = config.take("attention_bias", bool, False)
-    if config.take("use_bidirectional_attention", bool, False):
-        raise UnsupportedConfig("config.json: 'use_bidirectional_attention' is not supported")
     return common | {
         "qkv_bias": bias,
         "out_bias": bias,
@@ -73,9 +72,27 @@ def read_gemma2(config: ConfigReader) -> DecoderSpec:
 
 
 def read_gemma3(config: ConfigReader) -> DecoderSpec:
+    config.choice("use_bidirectional_attention", False)
+    return _gemma3(config)
+
+
+def _gemma3(config: ConfigReader) -> DecoderSpec:
     period = config.maybe_size("sliding_window_pattern") or config.maybe_size("_sliding_window_pattern") or 6
     layers = _layers(config, period, _global_and_local)
     return DecoderSpec(**_gemma_fields(config), names=NAMES, layers=layers, head_norms=True)
+
+
+def read_gemma3_text(config: ConfigReader) -> DecoderSpec:
+    """Without what makes logits. EmbeddingGemma (arXiv 2509.20354) sees both ways, half of a window each."""
+    spec = _gemma3(config)
+    if not config.take("use_bidirectional_attention", bool, False):
+        return spec
+    return replace(spec, layers=tuple(replace(one, attention=_both_ways(one.attention)) for one in spec.layers))
+
+
+def _both_ways(attention: AttentionShape) -> AttentionShape:
+    window = attention.window
+    return replace(attention, causal=False, window=None if window is None else window // 2 + 1)
 
 
 def _global_and_local(config: ConfigReader, head_dim: int) -> tuple[RopeShape, RopeShape]:
