@@ -120,8 +120,7 @@ def _smollm3(keys: Keys) -> dict[str, Any]:
 
 def _phi3(keys: Keys) -> dict[str, Any]:
     window = keys.whole(SLIDING, 0)
-    return {
-        "partial_rotary_factor": keys.whole("rope.dimension_count", keys.head_dim) / keys.head_dim,
+    return _turning(keys) | {
         "original_max_position_embeddings": keys.whole("rope.scaling.original_context_length", 0) or None,
         "sliding_window": window or None,
     }
@@ -130,10 +129,11 @@ def _phi3(keys: Keys) -> dict[str, Any]:
 def _glm4(keys: Keys) -> dict[str, Any]:
     if keys.whole(GUESSING, 0):
         raise keys.gguf.bad(f"'{keys.prefix}.{GUESSING}' in a model without experts is not supported")
-    return _attention_bias(keys) | _turning_half(keys)
+    return _attention_bias(keys) | _turning(keys)
 
 
-def _turning_half(keys: Keys) -> dict[str, Any]:
+def _turning(keys: Keys) -> dict[str, Any]:
+    """What part of a head, said even if it is all: without a word it is another in these families."""
     return {"partial_rotary_factor": keys.whole("rope.dimension_count", keys.head_dim) / keys.head_dim}
 
 
@@ -141,7 +141,7 @@ def _glm4_moe(keys: Keys) -> dict[str, Any]:
     if keys.whole(GATING, SIGMOID) != SIGMOID:
         raise keys.gguf.bad(f"'{keys.prefix}.{GATING}' other than {SIGMOID} is not supported")
     norms = "blk.0.attn_q_norm.weight" in keys.gguf.tensors
-    return _attention_bias(keys) | _turning_half(keys) | _behind_dense(keys) | {"use_qk_norm": norms}
+    return _attention_bias(keys) | _turning(keys) | _behind_dense(keys) | {"use_qk_norm": norms}
 
 
 def _behind_dense(keys: Keys) -> dict[str, Any]:
