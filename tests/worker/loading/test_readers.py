@@ -268,6 +268,26 @@ def test_a_decoder_that_sees_both_ways_reads_prompts_whole(
             assert reads.together([prompts[3], prompt], PoolingParams())[1] == data
 
 
+def test_any_decoder_may_say_that_it_sees_both_ways(tmp_path: Path) -> None:
+    """As gte-Qwen2 does, whose own code heeds it; transformers' takes a mask."""
+    torch.manual_seed(0)
+    model = transformers.Qwen3Model(transformers.Qwen3Config(**QWEN)).eval()
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text()) | {"is_causal": False}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    write_modules(tmp_path, "pooling_mode_lasttoken", "Normalize")
+    prompts = texts(200)
+    found = Reads(runner_of(tmp_path)).together(prompts, PoolingParams())
+    with torch.inference_mode():
+        for prompt, data in zip(prompts, found, strict=True):
+            seen = torch.ones(1, 1, len(prompt), len(prompt), dtype=torch.bool)
+            states = model(input_ids=torch.tensor([prompt]), attention_mask=seen).last_hidden_state[0]
+            expected = torch.nn.functional.normalize(states[-1], dim=0)
+            torch.testing.assert_close(numbers(data), expected, rtol=EXACT, atol=EXACT)
+    with pytest.raises(UnsupportedConfig, match="'is_causal': a model that sees both ways continues nothing"):
+        runner_of(tmp_path, task="generate")
+
+
 def test_what_sees_both_ways_neither_continues_nor_judges(tmp_path: Path) -> None:
     save_gemma(tmp_path)
     for task, why in (("generate", "reads, and continues nothing"), ("classify", "see both ways")):

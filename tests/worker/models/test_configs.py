@@ -99,6 +99,8 @@ def test_both_spellings(old: dict[str, Any], new: dict[str, Any]) -> None:
         ("Llama4", {**EXPERTS, "moe_layers": ["1"]}, "'moe_layers' must be numbers of layers"),
         ("Llama4", {**EXPERTS, "no_rope_layers": [1, 0]}, "'no_rope_layers' must have 0 or 1 for each of 4"),
         ("Llama4", {**EXPERTS, "attn_temperature_tuning": 3}, "attn_temperature_tuning=3"),
+        ("Mistral", {"is_causal": False, "sliding_window": 64}, "'is_causal': nobody says where a window lies"),
+        ("DeepseekV3", {**DEEP, "is_causal": False}, "latents, chunks and sinks go with causal attention only"),
         ("Falcon", {"alibi": True}, "not supported natively: alibi"),
         ("Falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "is no Falcon"),
         ("Phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 8}}, "'longrope' needs long_factor"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.checkpoints.names import LLAMA, Names
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.temper import Temper
@@ -158,6 +159,17 @@ class DecoderSpec:
     def reach(self) -> int:
         """The longest row that the rotary embeddings are made for."""
         return max(self.max_positions, *(rope.reach for rope in self.ropes), 0)
+
+
+def both_ways(spec: DecoderSpec) -> DecoderSpec:
+    """The same where every token sees what comes after it, too, as far as what comes before it.
+
+    Raises UnsupportedConfig for layers that are causal by nature.
+    """
+    if any(layer.latent or layer.attention.chunked or layer.attention.sinks for layer in spec.layers):
+        raise UnsupportedConfig("config.json: latents, chunks and sinks go with causal attention only")
+    layers = (replace(layer, attention=replace(layer.attention, causal=False)) for layer in spec.layers)
+    return replace(spec, layers=tuple(layers))
 
 
 def dense_mlp(layer: LayerSpec) -> MlpShape | None:

@@ -27,7 +27,7 @@ from pagoda_worker.checkpoints.formats.layout import Layout
 from pagoda_worker.checkpoints.formats.source import Formats, choose_formats, left_alone, open_source
 from pagoda_worker.checkpoints.gguf import open_weights
 from pagoda_worker.checkpoints.reading import read_config
-from pagoda_worker.checkpoints.spec import DecoderSpec, MoeShape, as_spelled, linear_layers
+from pagoda_worker.checkpoints.spec import DecoderSpec, MoeShape, as_spelled, both_ways, linear_layers
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.devices import choose_device
 from pagoda_worker.grammars.compiling import NO_GRAMMARS, Grammars
@@ -273,6 +273,8 @@ def _refuse_hopeless(fields: dict[str, Any]) -> None:
     check_sizes(fields)
     if fields.get("is_encoder_decoder"):
         raise UnsupportedConfig("config.json: 'is_encoder_decoder': only decoder-only models are served")
+    if fields.get("is_causal") is False:
+        raise UnsupportedConfig("config.json: 'is_causal': a model that sees both ways continues nothing")
 
 
 def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[DecoderSpec | None, Layout | None]:
@@ -304,7 +306,7 @@ def spec_of(fields: dict[str, Any]) -> DecoderSpec:
     `native_spec` does."""
     spec = native_spec(architecture_of(fields), {name: value for name, value in fields.items() if name != FIELD})
     if not spec.causal:
-        raise UnsupportedConfig("config.json: with 'use_bidirectional_attention' it reads, and continues nothing")
+        raise UnsupportedConfig("config.json: attention in both directions reads, and continues nothing")
     return spec
 
 
@@ -333,8 +335,13 @@ def native_spec(architecture: str, fields: dict[str, Any]) -> DecoderSpec:
     module, function = ARCHITECTURES[architecture].split(":")
     reader = ConfigReader(fields)
     spec: DecoderSpec = getattr(importlib.import_module(module), function)(reader)
+    causal = reader.take("is_causal", bool, True)  # of any family: it is how some that embed are made of others
     reader.finish()
-    return spec
+    if causal:
+        return spec
+    if any(layer.attention.window for layer in spec.layers):
+        raise UnsupportedConfig("config.json: 'is_causal': nobody says where a window lies that sees both ways")
+    return both_ways(spec)
 
 
 def run_dtype(choice: str, fields: dict[str, Any], stored: torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -15,7 +15,7 @@ from pagoda_worker.checkpoints.config_reader import GATED, ConfigReader
 from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.rope_fields import RopeDefaults, read_rope, read_two_ropes
-from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, both_ways
 from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.models.families.llama import attention_of, common_fields, layers_of, mlp_of
 
@@ -87,12 +87,11 @@ def read_gemma3_text(config: ConfigReader) -> DecoderSpec:
     spec = _gemma3(config)
     if not config.take("use_bidirectional_attention", bool, False):
         return spec
-    return replace(spec, layers=tuple(replace(one, attention=_both_ways(one.attention)) for one in spec.layers))
+    return both_ways(replace(spec, layers=tuple(replace(one, attention=_halved(one.attention)) for one in spec.layers)))
 
 
-def _both_ways(attention: AttentionShape) -> AttentionShape:
-    window = attention.window
-    return replace(attention, causal=False, window=None if window is None else window // 2 + 1)
+def _halved(attention: AttentionShape) -> AttentionShape:
+    return attention if attention.window is None else replace(attention, window=attention.window // 2 + 1)
 
 
 def _global_and_local(config: ConfigReader, head_dim: int) -> tuple[RopeShape, RopeShape]:
