@@ -11,6 +11,7 @@ from tests.worker.encoders.checkpoints import CONFIGS, save, texts
 from tests.worker.kernels.levels import levels
 
 from pagoda_worker.checkpoints.checkpoint import open_checkpoint, read_json
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.encoders.encoder import Encoder
 from pagoda_worker.encoders.families import encoder_spec
 from pagoda_worker.encoders.source import open_encoder_source
@@ -122,3 +123,10 @@ def check_own(model: Any, ops: Ops, scratch: Any) -> None:
         assert torch.equal(states(model, [row], ops, scratch)[0], found)
     for row, found in zip(rows[::-1], together[::-1], strict=True):
         assert torch.equal(states(model, [rows[4], row, rows[1]], ops, scratch)[1], found)
+
+
+@pytest.mark.parametrize("field", ["is_decoder", "is_causal"])
+def test_an_encoder_that_does_not_see_both_ways_is_refused(field: str, tmp_path: Path) -> None:
+    save(tmp_path, "bert")
+    with pytest.raises(UnsupportedConfig, match=f"{field}=True"):
+        encoder_spec("BertModel", read_json(tmp_path / "config.json") | {field: True})

@@ -9,12 +9,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pagoda_proto.pooling.kinds import HF_COLBERT, architecture_of
-from pagoda_worker.checkpoints.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, invalid
+from pagoda_worker.checkpoints.config_reader import (
+    HARMLESS,
+    REQUIRED_VALUES,
+    ConfigReader,
+    UnsupportedConfig,
+    invalid,
+)
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.rope_fields import RopeDefaults, rope_shape
 from pagoda_worker.encoders.spec import EncoderLayer, EncoderSpec, Names
 from pagoda_worker.kernels.ops import AttentionShape
 
+SEES_BOTH_WAYS: dict[str, tuple[Any, ...]] = dict.fromkeys(("is_decoder", "is_causal"), (False, None))
 # Of training, of other heads, and of code that we do not run: none of them changes a hidden state.
 ENCODER_HARMLESS = HARMLESS | {
     "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout", "gradient_checkpointing",
@@ -353,7 +360,7 @@ def encoder_spec(architecture: str, fields: dict[str, Any]) -> EncoderSpec:
     family = family_of(architecture)
     if not family:
         raise UnsupportedConfig(f"config.json: architecture {architecture!r} is no encoder that is known here")
-    reader = ConfigReader(fields, harmless=ENCODER_HARMLESS)
+    reader = ConfigReader(fields, harmless=ENCODER_HARMLESS, required=REQUIRED_VALUES | SEES_BOTH_WAYS)
     spec = FAMILIES[family](reader)
     reader.finish()
     return spec
