@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from pagoda_gateway.text.answers import Formats
 from pagoda_gateway.text.chat import RESERVED, ChatTemplate
@@ -25,7 +25,16 @@ from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
 from pagoda_proto.model_files.files import FileTooLarge, model_files
 from pagoda_proto.model_files.gguf import BadGguf
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.pooling.kinds import AUTO, CLASSIFY, EMBED, GENERATE, MODULES, is_yes_no_reranker, kind_of
+from pagoda_proto.pooling.kinds import (
+    AUTO,
+    CLASSIFY,
+    EMBED,
+    GENERATE,
+    MODULES,
+    TRANSFORMER_FILES,
+    is_yes_no_reranker,
+    kind_of,
+)
 from pagoda_proto.pooling.late import METADATA
 
 log = logging.getLogger(__name__)
@@ -272,8 +281,17 @@ def _reading(files: _ModelFiles, tokenizer: Tokenizer, task: str) -> ReadingText
     kind = kind_of(files.config, root, has_modules=(files.root / MODULES).is_file(), asked=task)
     sentence = files.json_object("config_sentence_transformers.json") if kind != GENERATE else {}
     yes_no = kind == CLASSIFY and is_yes_no_reranker(files.config, root)
+    if kind == EMBED and _lowers(files):
+        usual = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *usual])
     late = _late(files, tokenizer, sentence) if kind == EMBED else None
     return read_files(kind, files.config, sentence, yes_no=yes_no, late=late)
+
+
+def _lowers(files: _ModelFiles) -> bool:
+    """Whether texts are put in lower case first, whatever the tokenizer's own files say."""
+    said = next((fields for name in TRANSFORMER_FILES if (fields := files.json_object(name))), {})
+    return said.get("do_lower_case") is True
 
 
 def _late(files: _ModelFiles, tokenizer: Tokenizer, sentence: Mapping[str, Any]) -> LateText | None:

@@ -58,6 +58,10 @@ class Marked(NamedTuple):
     unseen: int
 
 
+# Dimensions of which files say nothing: any in Qwen3-Embedding, these in EmbeddingGemma.
+LEARNED: Mapping[str, tuple[int, ...]] = {"Qwen3ForCausalLM": (), "Gemma3TextModel": (128, 256, 512)}
+
+
 @dataclass(frozen=True)
 class LateText:
     """How texts of late interaction are marked, and queries filled up; see `pagoda_proto.pooling.late`."""
@@ -160,12 +164,10 @@ def read_files(
 
 
 def _dimensions(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Qwen3-Embedding has learned any, and its files do not say so."""
     given = config.get("matryoshka_dimensions")
     if isinstance(given, list) and all(isinstance(one, int) for one in given):
         return tuple(given)
-    learned = config.get("is_matryoshka") is True or architecture_of(config) == "Qwen3ForCausalLM"
-    return () if learned else None
+    return () if config.get("is_matryoshka") is True else LEARNED.get(architecture_of(config))
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:

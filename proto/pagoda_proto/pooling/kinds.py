@@ -16,6 +16,11 @@ KINDS = (GENERATE, EMBED, CLASSIFY)
 AUTO = "auto"
 
 MODULES = "modules.json"  # of sentence-transformers; a causal model that has them embeds
+# Of its transformer, by the names that different releases gave it: how long a text may be, and of what case.
+TRANSFORMER_FILES = (
+    "sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json",
+    "sentence_mpnet_config.json", "sentence_xlm-roberta_config.json",
+)  # fmt: skip
 BASES = ("Model", "ForMaskedLM", "ForPreTraining")  # what continues nothing, and has no head of its own
 HF_COLBERT = "HF_ColBERT"  # any encoder below a matrix for the vectors of its tokens
 HEADED = "LMHeadModel"  # ends like these, and continues

@@ -68,6 +68,19 @@ def test_what_the_files_say_is_read(tmp_path: Path) -> None:
     assert ModelText.load(root, task=CLASSIFY).reading.kind == CLASSIFY
 
 
+@pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_xlm-roberta_config.json"])
+def test_texts_are_put_in_lower_case_where_files_say_so(name: str, tmp_path: Path) -> None:
+    root = write_reader_dir(tmp_path)
+    plain = ModelText.load(root)
+    (root / name).write_text(json.dumps({"max_seq_length": 64, "do_lower_case": True}))
+    lowered = ModelText.load(root)
+    text = "A b C"
+    assert lowered.tokenizer.encode(text).ids == plain.tokenizer.encode(text.lower()).ids
+    assert lowered.tokenizer.encode(text).ids != plain.tokenizer.encode(text).ids
+    generating = ModelText.load(root, task=GENERATE)
+    assert generating.tokenizer.encode(text).ids == plain.tokenizer.encode(text).ids
+
+
 @pytest.mark.parametrize(
     ("config", "found"),
     [
@@ -75,6 +88,7 @@ def test_what_the_files_say_is_read(tmp_path: Path) -> None:
         ({"matryoshka_dimensions": [8, 4]}, (8, 4)),
         ({"is_matryoshka": True}, ()),
         ({"architectures": ["Qwen3ForCausalLM"]}, ()),
+        ({"architectures": ["Gemma3TextModel"]}, (128, 256, 512)),
         ({"matryoshka_dimensions": "8"}, None),
     ],
 )

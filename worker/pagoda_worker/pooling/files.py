@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pagoda_proto.pooling.kinds import MODULES, TRANSFORMER_FILES
 from pagoda_proto.pooling.params import EMBED, TOKEN_EMBED
 from pagoda_worker.checkpoints.checkpoint import CheckpointError, open_checkpoint, read_json
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
@@ -13,9 +14,6 @@ from pagoda_worker.pooling.heads import dense, optional, tensor
 from pagoda_worker.pooling.pooler import Pooler, widest
 from pagoda_worker.pooling.stages import LayerNorm, Stage
 
-MODULES, LENGTHS = "modules.json", ("sentence_bert_config.json", "sentence_roberta_config.json",
-                                    "sentence_distilbert_config.json", "sentence_mpnet_config.json",
-                                    "sentence_xlm-roberta_config.json")  # fmt: skip
 MAX_MODULES = 32
 WAYS = {
     "pooling_mode_cls_token": "cls",
@@ -53,7 +51,7 @@ def _is_module(value: Any) -> bool:
 
 def longest(path: Path) -> int:
     """Tokens of a text by these files; 0 where they do not say. Raises CheckpointError."""
-    for name in LENGTHS:
+    for name in TRANSFORMER_FILES:
         if (path / name).is_file():
             value = read_json(path / name).get("max_seq_length")
             return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
