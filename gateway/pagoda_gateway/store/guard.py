@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from pagoda_gateway.store.interface import Conflict, Page, Record, Store, unavailable
+from pagoda_gateway.store.interface import Conflict, Page, Record, Store, Unreadable, unavailable
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
 
@@ -97,7 +97,7 @@ class GuardedStore:
         except TimeoutError:
             outcome, why = "late", f"no answer within {self._budget_s:g} s"
             raise unavailable(why, times.STORE_REST_S) from None
-        except (Conflict, ValueError):
+        except (Conflict, ValueError, Unreadable):
             outcome = "answered"
             raise
         except PagodaError as error:

@@ -13,11 +13,16 @@ have been done all the same; who repeats it with the version it knew does it onc
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
+
+import msgspec
 
 from pagoda_proto.errors import ErrorCode, PagodaError
+
+logger = logging.getLogger(__name__)
 
 MAX_NAME_CHARS = 256
 MAX_VALUE_BYTES = 1024 * 1024
@@ -27,6 +32,7 @@ MAX_PAGE_BYTES = 1024 * 1024  # what is read in one go, or one record or part th
 MAX_PAGE_RECORDS = 1000
 ABSENT = 0  # the version of what is not there
 _COLLECTION = re.compile(r"[a-z][a-z_]{0,63}")
+T = TypeVar("T")
 
 
 class Record(NamedTuple):
@@ -51,6 +57,24 @@ class Conflict(Exception):
     """Somebody else wrote first: a record has another version, or a log another length."""
 
 
+class Unreadable(PagodaError):
+    """What lies under one name is nobody's of this program, or of another version: to whoever wants it as if the store
+    were gone, and no word about anything else in it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(ErrorCode.UNAVAILABLE, "what this server keeps of this cannot be read now", None, 1.0)
+        self.add_note(why)
+        logger.warning("something in the store cannot be read: %.300s", why)
+
+
+def decoded(name: str, value: bytes, kind: type[T]) -> T:
+    """The value of a record or a log, from JSON. Raises Unreadable."""
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError, PagodaError) as error:
+        raise Unreadable(f"{name}: {error}") from error
+
+
 def unavailable(why: str, retry_after_s: float) -> PagodaError:
     """`why` is for the log: what a client is told has no address and no path."""
     error = PagodaError(ErrorCode.UNAVAILABLE, "what this server keeps cannot be reached now", None, retry_after_s)
@@ -64,8 +88,8 @@ def parts_of(data: bytes) -> list[bytes]:
 
 
 class Store(Protocol):
-    """All methods raise PagodaError UNAVAILABLE where the store cannot be asked, and ValueError for a size or a name
-    beyond the limits above, which callers check before."""
+    """All methods raise PagodaError UNAVAILABLE where the store cannot be asked, Unreadable where something else lies
+    under the name, and ValueError for a size or a name beyond the limits above, which callers check before."""
 
     async def get(self, collection: str, key: str) -> Record | None: ...
 

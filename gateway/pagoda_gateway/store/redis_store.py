@@ -1,22 +1,25 @@
 """Redis or Valkey, shared by several gateways: every call is one script, which the server runs alone.
 
 All keys have one hash tag, so that a cluster keeps them in one place. What an acknowledged write survives is the
-server's to say (`appendonly`, `appendfsync`, replicas): see its settings. Expiry is by the server's clock.
+server's to say (`appendonly`, `appendfsync`, replicas): see its settings. Expiry is by the server's clock. Versions do
+not fall behind it, so a server that lost what it had gives none of them twice.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from pagoda_gateway.store import interface
-from pagoda_gateway.store.interface import MAX_PAGE_BYTES, Conflict, Page, Record, unavailable
+from pagoda_gateway.store.interface import MAX_PAGE_BYTES, Conflict, Page, Record, Unreadable, unavailable
 from pagoda_proto import times
 
 PREFIX = "{pagoda}:"
@@ -37,7 +40,8 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], '-inf', now, 'LIMIT',
 end
 local known = redis.call('HMGET', KEYS[1], 'version', 'position')
 if ARGV[3] ~= '' and (known[1] or '0') ~= ARGV[3] then return -1 end
-local version = redis.call('INCR', KEYS[2])
+local version = math.max((tonumber(redis.call('GET', KEYS[2])) or 0) + 1, t[1] * 1000000 + t[2])
+redis.call('SET', KEYS[2], version)
 local position = known[2] or version
 redis.call('HSET', KEYS[1], 'value', ARGV[1], 'owner', ARGV[2], 'version', version, 'position', position,
   'expires', ARGV[4])
@@ -73,7 +77,7 @@ while true do
   for i = 1, #keys, 2 do
     reached = keys[i + 1]
     local record = redis.call('HMGET', ARGV[1] .. keys[i], 'owner', 'value', 'version', 'position', 'expires')
-    if record[3] then
+    if record[2] and record[3] then
       room = room - string.len(record[2])
       if #found == tonumber(ARGV[2]) or (#found > 0 and room < 0) then return {1, found} end
       table.insert(record, 1, keys[i])
@@ -129,14 +133,29 @@ class RedisStore:
         never = Retry(NoBackoff(), 0)  # what is sent twice might be done twice
         # Whoever asks has a time budget. redis-py's own would wait by wait_for, which may lose a cancellation.
         self._redis = Redis.from_url(url, max_connections=MAX_CONNECTIONS, retry=never, protocol=2, socket_timeout=None)
+        self._free = asyncio.Semaphore(MAX_CONNECTIONS)  # of connections: the pool refuses one more than it has
 
     async def _run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
-        try:
-            return await self._redis.register_script(script)(keys=keys, args=arguments)
-        except (RedisError, OSError) as error:
-            with contextlib.suppress(RedisError, OSError):  # connections that are idle are to the server that was
+        async with self._free:
+            began = time.monotonic()
+            try:
+                return await self._redis.register_script(script)(keys=keys, args=arguments)
+            except asyncio.CancelledError:
+                if time.monotonic() - began > times.STORE_REST_S:  # not a caller's whim: it says nothing
+                    await self._drop_idle()
+                raise
+            except (RedisError, OSError) as error:
+                why = f"{type(error).__name__}: {error}"
+                if isinstance(error, ResponseError) and "WRONGTYPE" in why:
+                    raise Unreadable(f"{keys[0]}: {why}") from error
+                await self._drop_idle()
+                raise unavailable(why, times.STORE_REST_S) from error
+
+    async def _drop_idle(self) -> None:
+        """Connections that are idle are to the server that was."""
+        with contextlib.suppress(RedisError, OSError, TimeoutError):
+            async with asyncio.timeout(times.STORE_REST_S):
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
-            raise unavailable(f"{type(error).__name__}: {error}", times.STORE_REST_S) from error
 
     async def _changed(self, script: str, keys: Sequence[str], *arguments: Any) -> int:
         """Raises Conflict where the script says so."""
@@ -231,6 +250,10 @@ def _ms(expires_at: float | None) -> int:
 
 
 def _record(key: bytes, *fields: Any) -> Record:
+    """Raises Unreadable for a hash with other fields."""
     owner, value, version, position, expires_ms = fields
-    expires_at = int(expires_ms) / 1000 or None
-    return Record(key.decode(), owner.decode(), value, int(version), int(position), expires_at)
+    try:
+        expires_at = int(expires_ms) / 1000 or None
+        return Record(key.decode(), owner.decode(), bytes(value), int(version), int(position), expires_at)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise Unreadable(f"the record {key!a}: {error}") from error

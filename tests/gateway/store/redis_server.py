@@ -16,12 +16,14 @@ PROGRAMS = ("redis-server", "valkey-server")
 
 
 class RedisServer:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, port: int = 0) -> None:
+        """`port` of the loopback address, beside the socket; none for 0."""
         found = [path for name in PROGRAMS if (path := shutil.which(name))]
         if not found:
             pytest.fail(f"one of {', '.join(PROGRAMS)} is needed: apt-get install redis-server", pytrace=False)
         self._program = found[0]
         self._directory = directory
+        self._port = port
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -30,7 +32,8 @@ class RedisServer:
 
     async def start(self) -> None:
         """With whatever an earlier life has left on the disk."""
-        options = ["--port", "0", "--unixsocket", f"{self._directory}/redis.sock", "--dir", str(self._directory)]
+        options = ["--unixsocket", f"{self._directory}/redis.sock", "--dir", str(self._directory)]
+        options += ["--port", str(self._port), "--bind", "127.0.0.1"]
         kept = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
         self._process = await asyncio.create_subprocess_exec(
             self._program, *options, *kept, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -55,9 +58,9 @@ class RedisServer:
 
 
 @contextlib.asynccontextmanager
-async def running_redis() -> AsyncIterator[RedisServer]:
+async def running_redis(port: int = 0) -> AsyncIterator[RedisServer]:
     with tempfile.TemporaryDirectory(prefix="pagoda-redis-") as directory:
-        server = RedisServer(Path(directory))
+        server = RedisServer(Path(directory), port)
         await server.start()
         try:
             yield server

@@ -9,10 +9,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
+from tests.e2e.stack import free_port
+from tests.faults.proxy import ChaosProxy
 from tests.gateway.store.redis_server import RedisServer, running_redis
 
 from pagoda_gateway.store.guard import GuardedStore
-from pagoda_gateway.store.redis_store import PREFIX, RedisStore
+from pagoda_gateway.store.interface import Conflict, Unreadable
+from pagoda_gateway.store.redis_store import MAX_CONNECTIONS, PREFIX, RedisStore
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 BUDGET_S = 0.2
@@ -129,3 +133,84 @@ async def test_who_is_cancelled_ends_wherever_that_meets_a_call(store: RedisStor
         for _ in range(100):
             await asyncio.sleep(0)
         assert task.done(), f"after {turns} turns"
+
+
+@pytest.mark.e2e
+async def test_more_calls_at_once_than_there_may_be_connections_wait_for_one(
+    server: RedisServer, store: RedisStore
+) -> None:
+    outcomes: list[str] = []
+    guarded, admin = GuardedStore(store, outcomes.append), Redis.from_url(server.address)
+    try:
+        versions = await asyncio.gather(*(guarded.put("things", f"k{i}", b"v") for i in range(5 * MAX_CONNECTIONS)))
+        assert len(set(versions)) == outcomes.count("answered") == 5 * MAX_CONNECTIONS
+        assert int((await admin.info("clients"))["connected_clients"]) <= MAX_CONNECTIONS + 1
+    finally:
+        await admin.aclose()
+
+
+@pytest.mark.e2e
+async def test_connections_that_went_dumb_are_not_tried_one_by_one() -> None:
+    """A peer that lost its power says nothing on any of them, and its successor takes new ones."""
+    port = free_port()
+    async with running_redis(port):
+        with ChaosProxy(port) as proxy:
+            store = RedisStore(f"redis://127.0.0.1:{proxy.port}")
+            moments = [0.0]
+            guarded = GuardedStore(store, budget_s=times.STORE_REST_S + BUDGET_S, clock=lambda: moments[0])
+            await asyncio.gather(*(guarded.append("n", [b"."]) for _ in range(8)))
+            assert proxy.num_links > 1
+            proxy.vanish()
+            assert "no answer" in await fails(guarded)
+            moments[0] = 1000.0
+            assert await guarded.length("n") == 8
+            assert await asyncio.gather(*(guarded.length("n") for _ in range(8))) == [8] * 8
+            await guarded.aclose()
+
+
+@pytest.mark.e2e
+async def test_what_is_not_ours_under_one_name_is_told_of_that_name_alone(
+    server: RedisServer, store: RedisStore
+) -> None:
+    outcomes: list[str] = []
+    guarded, admin = GuardedStore(store, outcomes.append), Redis.from_url(server.address)
+    try:
+        await admin.rpush(f"{PREFIX}record:things:k", "a list")
+        assert "WRONGTYPE" in await fails(guarded)
+        await admin.delete(f"{PREFIX}record:things:k")
+        await admin.zadd(f"{PREFIX}index:things:o", {"k": 1})
+        for fields in ({"version": "1"}, {"version": "x", "owner": "o", "value": "v", "position": "1", "expires": "0"}):
+            await admin.hset(f"{PREFIX}record:things:k", mapping=fields)
+            with pytest.raises(Unreadable):
+                await guarded.get("things", "k")
+        with pytest.raises(Unreadable):
+            await guarded.page("things", "o", limit=5)
+        assert not guarded.failing
+        assert await guarded.get("things", "other") is None
+        assert set(outcomes) == {"answered"}
+    finally:
+        await admin.aclose()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("loses", ["everything", "its last writes"])
+async def test_who_knew_a_version_of_a_server_that_has_lost_it_is_refused(
+    server: RedisServer, store: RedisStore, loses: str
+) -> None:
+    admin = Redis.from_url(server.address)
+    try:
+        versions = f"{PREFIX}versions"
+        for name in ("other", "k"):
+            before = await admin.get(versions)
+            known = await store.put("things", name, b"1")
+        if loses == "everything":
+            await admin.flushall()
+            await store.put("things", "other", b"1")
+        else:
+            await admin.delete(f"{PREFIX}record:things:k")
+            await admin.set(versions, before)
+        await store.put("things", "k", b"2")
+        with pytest.raises(Conflict):
+            await store.put("things", "k", b"1, changed", expect=known)
+    finally:
+        await admin.aclose()
