@@ -2,7 +2,8 @@
 
 A ticket is a small record under a name that follows from its owner and its client's key for it, so of two gateways that
 are asked the same at once one writes it first, and the other one finds it. The job lies beside it and is written before
-it; the answer is a log that is written once, at its first place. All of it vanishes together, and nothing prolongs it.
+it; the answer is a log that is written once, at its first place. All of it vanishes together, and nothing prolongs it. That
+it is not there says nothing to who runs it: a store may lose what it had. One that is forgotten leaves word of that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -22,13 +24,17 @@ from pagoda_gateway.store.interface import (
     Conflict,
     Record,
     Store,
+    Unreadable,
+    decoded,
     parts_of,
 )
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 TICKETS = "tickets"
 JOBS = "ticket_jobs"
 HANDED = "ticket_tapes"
+FORGOTTEN = "forgotten_tickets"
 NAME_PREFIX = "stream_"
 
 
@@ -86,7 +92,7 @@ class KeptTickets:
         record = await self._store.get(TICKETS, name)
         if record is None or record.owner != owner:
             return None
-        return Found(record, msgspec.json.decode(record.value, type=Ticket))
+        return Found(record, decoded(name, record.value, Ticket))
 
     async def begin(self, name: str, owner: str, ticket: Ticket, job: bytes) -> Found:
         """Raises Conflict where there is one of this name, and PagodaError where the job is too large to be kept."""
@@ -148,6 +154,15 @@ class KeptTickets:
             parts += more
         return b"".join(parts)
 
+    async def forget(self, found: Found) -> None:
+        """Delete it, and let whoever runs it know."""
+        expires_at = time.time() + 2 * times.TICKET_GRACE_S
+        await self._store.put(FORGOTTEN, found.ticket.job_id, b"", owner=found.owner, expires_at=expires_at)
+        await self.delete(found)
+
+    async def is_forgotten(self, job_id: str) -> bool:
+        return await self._store.get(FORGOTTEN, job_id) is not None
+
     async def delete(self, found: Found) -> None:
         await self._store.delete(TICKETS, found.name)
         await self._store.delete(JOBS, found.ticket.job_id)
@@ -160,7 +175,8 @@ class KeptTickets:
             page = await self._store.page(TICKETS, owner, limit=MAX_PAGE_RECORDS, after=after)
             for record in page.records:
                 count, after = count + 1, record.position
-                num_bytes += msgspec.json.decode(record.value, type=Ticket).num_bytes
+                with suppress(Unreadable):
+                    num_bytes += decoded(record.key, record.value, Ticket).num_bytes
             if not page.more:
                 return Held(count, num_bytes)
 

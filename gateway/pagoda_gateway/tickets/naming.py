@@ -53,6 +53,7 @@ class Naming:
             digest=self._digest.hexdigest(),
             stream=bool(body.stream),
             background=background,
+            at=reader_of(self._request).at,
         )
 
 

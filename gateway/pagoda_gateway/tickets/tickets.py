@@ -26,7 +26,7 @@ from pagoda_gateway.generation.run import Run
 from pagoda_gateway.generation.running import running
 from pagoda_gateway.generation.tape import Tape
 from pagoda_gateway.keys.charge import Charge
-from pagoda_gateway.store.interface import MAX_APPEND_BYTES, MAX_VALUE_BYTES, Conflict
+from pagoda_gateway.store.interface import MAX_APPEND_BYTES, MAX_VALUE_BYTES, Conflict, decoded
 from pagoda_gateway.store.opening import is_lasting
 from pagoda_gateway.store.tickets import Found, KeptTickets, Ticket, not_found, ticket_name
 from pagoda_gateway.tickets.live import Live
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Named(NamedTuple):
-    """A request whose client gave it a `key`; `digest` is that of all it said."""
+    """A request whose client gave it a `key`; `digest` is that of all it said, `at` what it has of the answer."""
 
     owner: str
     key: str
@@ -46,6 +46,7 @@ class Named(NamedTuple):
     digest: str
     stream: bool
     background: bool = False
+    at: Position | None = None
 
     @property
     def name(self) -> str:
@@ -134,20 +135,23 @@ class Tickets:
         """The ticket of what is asked, old or new.
 
         Raises:
-            PagodaError: KEY_REUSED where the key stands for another request; what `new_job` raises.
+            PagodaError: KEY_REUSED where the key stands for another request; what `new_job` raises. For who has a part
+                of the answer, which is not told again: NOT_FOUND where nobody knows it, UNAVAILABLE where nobody can.
         """
         job: Job | None = None
         try:
             while True:
                 if (found := await self._kept.find(named.name, named.owner)) is not None:
                     return Opened(_same(found, named), None, repeated=True)
+                if named.at is not None and named.at.stream == named.name:
+                    raise not_found(named.name)
                 job = job or await _outside(new_job())
                 with suppress(Conflict):
                     return Opened(await self._begin(named, job), job)
         except _Outside as failure:
             raise failure.error from None
         except PagodaError as error:
-            if error.code is not ErrorCode.UNAVAILABLE:
+            if error.code is not ErrorCode.UNAVAILABLE or named.at is not None:
                 raise
             return Opened(None, job)
 
@@ -185,7 +189,7 @@ class Tickets:
 
     async def forget(self, found: Found) -> None:
         """Wherever it runs, it ends: here now, elsewhere when that gateway looks."""
-        await self._kept.delete(found)
+        await self._kept.forget(found)
         if (live := self._live.get(found.name)) is not None:
             live.stop(PagodaError(ErrorCode.CANCELLED, "the stream was deleted"))
 
@@ -214,7 +218,7 @@ class Tickets:
                 return live
             if job is None:
                 found = await self._there(found)
-            job = job or msgspec.json.decode(await self._kept.job(found), type=Job)
+            job = job or decoded(found.ticket.job_id, await self._kept.job(found), Job)
             if (tape := await self._answered(found)) is not None:
                 self._on_read("repeated")
                 return Ended(job, tape)
@@ -335,7 +339,8 @@ class Tickets:
                 await self._kept.claim(live.found.name, self._holder, times.TICKET_LEASE_S)
                 found = await self._kept.find(live.found.name, live.found.owner)
                 if found is None or found.ticket.job_id != live.job.id:
-                    live.stop(PagodaError(ErrorCode.CANCELLED, "the stream was deleted"))
+                    if await self._kept.is_forgotten(live.job.id):
+                        live.stop(PagodaError(ErrorCode.CANCELLED, "the stream was deleted"))
                 elif found.ticket.runner != self._holder and not live.num_readers:
                     live.stop(PagodaError(ErrorCode.CANCELLED, "it is read elsewhere"))
             await asyncio.sleep(times.TICKET_LEASE_S / 3)

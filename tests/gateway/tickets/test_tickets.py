@@ -22,6 +22,7 @@ from pagoda_gateway.store.interface import Store
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_gateway.store.tickets import JOBS, TICKETS, ticket_name
 from pagoda_gateway.tickets.tickets import WAYS, Tickets
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import Begun, RequestRecord
 
@@ -322,6 +323,80 @@ async def test_a_store_that_is_gone_stands_in_nobodys_way(tmp_path: Path, stream
         assert (response.status_code, response.headers["idempotency-status"]) == (200, "unavailable")
         assert ids_of(response.text) == []
         assert (text_of(response.text) if stream else response.json()["choices"][0]["message"]["content"]) == TEXT
+
+
+@pytest.mark.parametrize("fault", ["gone", "unreadable"])
+async def test_nothing_is_gone_on_with_from_its_beginning(tmp_path: Path, fault: str) -> None:
+    """Who has a part of a stream would have that part twice."""
+    store = FlakyStore()
+    async with running(tmp_path, kept_in=store) as gateway:
+        last = ids_of((await post(gateway, ASK)).text)[2]
+        store.gone = fault == "gone"
+        if fault == "unreadable":
+            await store.put(TICKETS, ticket_name("", "k"), b"\xff{", owner="")
+        refused = await post(gateway, ASK, last=last)
+        assert code_of(refused) == (503, "unavailable")
+        assert int(refused.headers["retry-after"]) > 0
+        if fault == "unreadable":
+            assert text_of((await post(gateway, ASK)).text) == TEXT
+            assert (await post(gateway, ASK, key="other")).headers["content-location"]
+
+
+async def test_a_stream_that_nobody_knows_any_more_is_not_begun_for_who_has_a_part_of_it(tmp_path: Path) -> None:
+    store = FlakyStore()
+    async with running(tmp_path, kept_in=store) as gateway:
+        last = ids_of((await post(gateway, ASK)).text)[2]
+        await store.delete(TICKETS, ticket_name("", "k"))
+        assert code_of(await post(gateway, ASK, last=last)) == (404, "not_found")
+        assert len(gateway.engine.generations) == 1
+
+
+@pytest.mark.parametrize("loss", ["emptied", "begun anew elsewhere"])
+async def test_a_store_that_loses_what_it_had_ends_no_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """A ticket whose time is over looks the same."""
+    monkeypatch.setattr(times, "TICKET_LEASE_S", 0.03)
+    store = FlakyStore()
+    async with running(tmp_path, kept_in=store) as gateway, running(tmp_path, kept_in=store) as other:
+        go = held_up(gateway)
+        asking = asyncio.create_task(post(gateway, ASK))
+        await gateway.engine.submitted.wait()
+        await gateway.engine.generations[-1].waiting.wait()
+        await store.delete(TICKETS, ticket_name("", "k"))
+        if loss == "begun anew elsewhere":
+            await post(other, ASK)
+        store.calls.clear()
+        async with asyncio.timeout(60):
+            while store.calls["claim"] < 3:  # noqa: ASYNC110 - it has looked since
+                await asyncio.sleep(0.01)
+        go.set()
+        assert text_of((await asking).text) == TEXT
+        assert text_of((await post(gateway, ASK)).text) == TEXT
+
+
+async def test_a_stream_that_is_deleted_at_another_gateway_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(times, "TICKET_LEASE_S", 0.03)
+    async with shared() as store, running(tmp_path, store) as first, running(tmp_path, store) as second:
+        held_up(first)
+        asking = asyncio.create_task(post(first, ASK))
+        await first.engine.submitted.wait()
+        await first.engine.generations[-1].waiting.wait()
+        await second.client.delete(f"/v1/streams/{ticket_name('', 'k')}")
+        assert '"code":"cancelled"' in (await asking).text
+
+
+@pytest.mark.parametrize("value", [b"{", b"[]", b'{"job_id": 1}'])
+async def test_a_job_that_cannot_be_read_is_told_in_words(tmp_path: Path, value: bytes) -> None:
+    async with running(tmp_path) as gateway:
+        await post(gateway, ASK)
+        store = gateway.context.store
+        (record,) = (await store.page(JOBS, "", limit=10)).records
+        await store.put(JOBS, record.key, value, owner=record.owner)
+        for response in (await post(gateway, ASK), await gateway.client.get(f"/v1/streams/{ticket_name('', 'k')}")):
+            assert code_of(response) == (503, "unavailable")
 
 
 async def test_what_is_kept_of_a_tenant_is_bounded(tmp_path: Path) -> None:
