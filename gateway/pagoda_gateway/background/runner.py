@@ -29,7 +29,7 @@ from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, held_bytes
 from pagoda_gateway.generation.run import Outcome, Run
 from pagoda_gateway.http.memory import Holding
 from pagoda_gateway.keys.charge import Charge
-from pagoda_gateway.store.interface import Conflict
+from pagoda_gateway.store.interface import Conflict, Unreadable, decoded
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Usage
@@ -112,6 +112,16 @@ class BackgroundResponses:
             self._run(running)
         return response
 
+    async def is_kept(self, name: str, owner: str) -> bool:
+        """Raises PagodaError where nobody knows."""
+        try:
+            await self._kept.find(name, owner)
+        except PagodaError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+            return False
+        return True
+
     def snapshot(self, name: str) -> bytes | None:
         """The response as it is now, if it runs here."""
         running = self._running.get(name)
@@ -182,6 +192,8 @@ class BackgroundResponses:
             return
         try:
             going = await self._go_on(name, owner)
+        except Unreadable:
+            return  # it keeps its claim, so that it is not tried again at once
         except PagodaError as error:
             if error.code is not ErrorCode.NOT_FOUND:
                 raise
@@ -189,7 +201,7 @@ class BackgroundResponses:
             going = False
         except Exception:
             logger.exception("%s cannot be gone on with", name)
-            return  # it keeps its claim, so that it is not tried again at once
+            return  # as above
         if not going:
             await self._release(name)
 
@@ -200,7 +212,7 @@ class BackgroundResponses:
         if kept.ended or not data:
             await self._kept.close(name)
             return False
-        job, known = msgspec.json.decode(data, type=Job), AlreadyTold()
+        job, known = decoded(name, data, Job), AlreadyTold()
         async for one in self._kept.events(name):
             known.add(msgspec.json.decode(one.split(b"data: ", 1)[1]))
         if known.ended is not None:

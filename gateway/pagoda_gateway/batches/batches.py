@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from pagoda_gateway.batches import batch as states
 from pagoda_gateway.batches.batch import Batch
 from pagoda_gateway.batches.files import not_found
-from pagoda_gateway.store.interface import ABSENT, MAX_PAGE_RECORDS, Conflict, Record, Store
+from pagoda_gateway.store.interface import ABSENT, MAX_PAGE_RECORDS, Conflict, Record, Store, Unreadable, decoded
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
@@ -63,9 +64,12 @@ class Batches:
         await self.store.put(OPEN, batch.id, msgspec.json.encode(work))
 
     async def open(self) -> list[Work]:
-        """The oldest first."""
-        page = await self.store.page(OPEN, "", limit=MAX_OPEN, newest_first=False)
-        return [msgspec.json.decode(record.value, type=Work) for record in page.records]
+        """The oldest first; what cannot be read is passed over."""
+        found = []
+        for record in (await self.store.page(OPEN, "", limit=MAX_OPEN, newest_first=False)).records:
+            with suppress(Unreadable):
+                found.append(decoded(record.key, record.value, Work))
+        return found
 
     async def find(self, owner: str, batch_id: str) -> Batch:
         """Raises PagodaError NOT_FOUND."""
@@ -128,4 +132,4 @@ def _written(batch: Batch) -> bytes:
 
 
 def _read(record: Record) -> Batch:
-    return msgspec.json.decode(record.value, type=Batch)
+    return decoded(record.key, record.value, Batch)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagoda_gateway.store.interface import MAX_PAGE_RECORDS, MAX_PART_BYTES, Record, Store
+from pagoda_gateway.store.interface import MAX_PAGE_RECORDS, MAX_PART_BYTES, Record, Store, decoded
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 FILES = "files"
@@ -150,7 +150,7 @@ async def keep(store: Store, owner: str, info: FileInfo, *, expect: int | None =
 
 
 def _read(record: Record) -> FileInfo:
-    return msgspec.json.decode(record.value, type=FileInfo)
+    return decoded(record.key, record.value, FileInfo)
 
 
 class Upload:

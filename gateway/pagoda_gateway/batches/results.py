@@ -14,11 +14,16 @@ from typing import Any
 import msgspec
 
 from pagoda_gateway.batches.batch import Counts
-from pagoda_gateway.store.interface import MAX_APPEND_BYTES, Conflict, Store, parts_of, unavailable
+from pagoda_gateway.store.interface import MAX_APPEND_BYTES, Conflict, Store, decoded, parts_of
 
 ROOM_BYTES = 16 * 1024  # of an append, for what is around an answer
 AROUND_BYTES = 64  # of a result, around what is written
 MAX_ANSWER_BYTES = MAX_APPEND_BYTES - ROOM_BYTES
+
+
+class Lost(Exception):
+    """The log is shorter than it was: somebody has brought the batch to its end, or the store is as it was a while ago.
+    Who wants to go on begins by looking."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -84,13 +89,14 @@ class Results:
         while parts := await self._store.read(self._log, self._length):
             *whole, self._rest = (self._rest + b"".join(parts)).split(b"\n")
             self._length += len(parts)
-            yield [msgspec.json.decode(data, type=Result) for data in whole]
+            yield [decoded(self._log, data, Result) for data in whole]
 
     async def write(self, results: Sequence[Result]) -> None:
         """They are in the log when this returns. What is written at the same time is written together.
 
         Raises:
             PagodaError: UNAVAILABLE; they may be in the log, and may be written again.
+            Lost: they may not, by this view of it.
         """
         self._waiting |= {result.line: result for result in results}
         async with self._lock:
@@ -108,8 +114,8 @@ class Results:
             except Conflict:
                 known = self._length
                 await self.load()
-                if self._length == known:  # it is shorter than it was: somebody has brought the batch to its end
-                    raise unavailable("the results are gone", 0.0) from None
+                if self._length == known:
+                    raise Lost from None
                 continue
             self._failed |= {result.line: result.failed for result in new}
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -23,7 +23,8 @@ from pagoda_gateway.batches.batches import Batches, Work
 from pagoda_gateway.batches.files import Files
 from pagoda_gateway.batches.finishing import write_files
 from pagoda_gateway.batches.lines import Checker, Line, LineTooLong, custom_id_of, lines_of
-from pagoda_gateway.batches.results import MAX_ANSWER_BYTES, Result, Results
+from pagoda_gateway.batches.results import MAX_ANSWER_BYTES, Lost, Result, Results
+from pagoda_gateway.store.interface import Unreadable
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
@@ -89,7 +90,8 @@ class BatchWork:
             logger.info("batch %s is %s", self._id, "gone" if batch is None else batch.status)
             await self._batches.close(self._id)
             return True
-        await self._step(batch)
+        with suppress(Lost):
+            await self._step(batch)
         return False
 
     async def _known(self) -> Batch | None:
@@ -280,7 +282,7 @@ async def _until_there(call: Callable[[], Awaitable[T]]) -> T:
         try:
             return await call()
         except PagodaError as error:
-            if error.code not in AGAIN:
+            if error.code not in AGAIN or isinstance(error, Unreadable):
                 raise
             await asyncio.sleep(max(error.retry_after_s, again_s))
             again_s = min(2 * again_s, times.BATCH_AGAIN_MOST_S)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagoda_gateway.keys.api_key import ApiKey, NewKey, is_id
-from pagoda_gateway.store.interface import ABSENT, Conflict, Record, Store, unavailable
+from pagoda_gateway.store.interface import ABSENT, Conflict, Record, Store, decoded
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 KEYS = "api_keys"
@@ -75,7 +75,4 @@ class KeyRegister:
 
 def _read(record: Record) -> ApiKey:
     """What cannot be read opens nothing, and may be of a later version: it is asked for again."""
-    try:
-        return msgspec.json.decode(record.value, type=ApiKey)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise unavailable(f"the record of {record.key} cannot be read: {error}", 1.0) from error
+    return decoded(record.key, record.value, ApiKey)

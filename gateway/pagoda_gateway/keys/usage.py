@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagoda_gateway.store.interface import MAX_PAGE_RECORDS, Record, Store, unavailable
+from pagoda_gateway.store.interface import MAX_PAGE_RECORDS, Record, Store, decoded
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import Usage
@@ -164,7 +164,4 @@ def days_before(day: date, days: int) -> date:
 
 
 def _read(record: Record) -> _Models:
-    try:
-        return msgspec.json.decode(record.value, type=_Models)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise unavailable(f"usage {record.key} cannot be read: {error}", 1.0) from error
+    return decoded(record.key, record.value, _Models)

@@ -61,9 +61,14 @@ async def _begin_once(
 ) -> tuple[str, bytes, Mapping[str, str]]:
     """The name of the response in the background, what it is as it begins, b"" where it began before, and what is to be
     said of its ticket."""
-    opened = Opened(None, None) if named is None else await tickets.open(named, new_job)
-    if opened.repeated and opened.found is not None:
-        return opened.found.ticket.job_id, b"", headers_of(named, opened)
+    opened = Opened(None, None)
+    while named is not None:
+        opened = await tickets.open(named, new_job)
+        if not opened.repeated or opened.found is None:
+            break
+        if await background.is_kept(opened.found.ticket.job_id, named.owner):
+            return opened.found.ticket.job_id, b"", headers_of(named, opened)
+        await tickets.let_go(opened.found)
     job = opened.job or await new_job()
     try:
         response = await background.begin(job)

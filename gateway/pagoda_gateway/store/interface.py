@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -64,7 +65,13 @@ class Unreadable(PagodaError):
     def __init__(self, why: str) -> None:
         super().__init__(ErrorCode.UNAVAILABLE, "what this server keeps of this cannot be read now", None, 1.0)
         self.add_note(why)
-        logger.warning("something in the store cannot be read: %.300s", why)
+        _warn(why)
+
+
+@lru_cache(maxsize=1024)
+def _warn(why: str) -> None:
+    """Once: it is come upon again and again."""
+    logger.warning("something in the store cannot be read: %.300s", why)
 
 
 def decoded(name: str, value: bytes, kind: type[T]) -> T:

@@ -21,6 +21,7 @@ from pagoda_gateway.store.interface import (
     Conflict,
     Record,
     Store,
+    decoded,
     parts_of,
 )
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -43,6 +44,18 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cancelled: bool = False
 
 
+class _Headed(msgspec.Struct, frozen=True):
+    """Of a job, what is told of it."""
+
+    head: dict[str, Any]
+
+
+class _Answered(msgspec.Struct, frozen=True):
+    """Of a response, what its conversation goes on with."""
+
+    output: list[dict[str, Any]]
+
+
 class KeptResponses:
     """Of one store, whose errors it raises; NOT_FOUND for a response that `owner` has not."""
 
@@ -54,7 +67,7 @@ class KeptResponses:
         record = await self._store.get(RESPONSES, name) if _NAME.fullmatch(name) else None
         if record is None or record.owner != owner:
             raise not_found(name)
-        return record, msgspec.json.decode(record.value, type=Kept)
+        return record, decoded(name, record.value, Kept)
 
     async def finished(self, name: str, owner: str, items: bytes, response: bytes) -> None:
         """Keep one that has ended, unless it is kept. One that is told again may find what a gateway had written when
@@ -118,8 +131,7 @@ class KeptResponses:
         await self._store.delete(UNFINISHED, name)
 
     async def items(self, name: str) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = msgspec.json.decode(await self._there(name, ITEMS))
-        return items
+        return decoded(name, await self._there(name, ITEMS), list[dict[str, Any]])
 
     async def response(self, name: str) -> bytes:
         """The object of one that has ended."""
@@ -131,16 +143,16 @@ class KeptResponses:
         if not (data := await self.job(name)):
             return None
         status = "cancelled" if kept.cancelled else "in_progress"
-        return {**msgspec.json.decode(data)["head"], "status": status, "output": [], "usage": None}
+        head = decoded(name, data, _Headed).head
+        return {**head, "status": status, "output": [], "usage": None}
 
     async def conversation(self, name: str, owner: str) -> list[dict[str, Any]]:
         """What it was asked and what it answered, as items."""
         _, kept = await self.find(name, owner)
         if not kept.ended:
             raise PagodaError(ErrorCode.INVALID_ARGUMENT, f"the response {name[:64]!a} has not ended yet")
-        answer = msgspec.json.decode(await self.response(name), type=dict[str, Any])
-        output: list[dict[str, Any]] = answer["output"]
-        return await self.items(name) + output
+        answer = decoded(name, await self.response(name), _Answered)
+        return await self.items(name) + answer.output
 
     async def job(self, name: str) -> bytes:
         """b"" where there is none any more."""
@@ -163,7 +175,7 @@ class KeptResponses:
         """An event, from what stands in its place."""
         if not part.startswith(b"["):
             return part
-        found = [await self._store.read(_log(name, LARGE), at) for at in msgspec.json.decode(part, type=list[int])]
+        found = [await self._store.read(_log(name, LARGE), at) for at in decoded(name, part, list[int])]
         if not all(found):
             raise not_found(name)
         return b"".join(parts[0] for parts in found)
@@ -185,7 +197,7 @@ class KeptResponses:
             page = await self._store.page(UNFINISHED, "", limit=PAGE, after=after, newest_first=False)
             for record in page.records:
                 after = record.position
-                yield record.key, record.value.decode()
+                yield record.key, record.value.decode(errors="replace")
             if not page.more:
                 return
 

@@ -2,8 +2,8 @@
 
 A ticket is a small record under a name that follows from its owner and its client's key for it, so of two gateways that
 are asked the same at once one writes it first, and the other one finds it. The job lies beside it and is written before
-it; the answer is a log that is written once, at its first place. All of it vanishes together, and nothing prolongs it. That
-it is not there says nothing to who runs it: a store may lose what it had. One that is forgotten leaves word of that.
+it; the answer is a log that is written once, at its first place. All of it vanishes together, and nothing prolongs it.
+That it is not there says nothing to who runs it, as a store may lose what it had; one that is forgotten leaves word.
 """
 
 from __future__ import annotations
@@ -153,6 +153,13 @@ class KeptTickets:
         while more := await self._store.read(_answer_log(found), len(parts)):
             parts += more
         return b"".join(parts)
+
+    def age_s(self, found: Found) -> float:
+        return self._keep_s - ((found.record.expires_at or math.inf) - time.time())
+
+    async def let_go(self, found: Found) -> None:
+        """Delete one of which there is nothing else. Raises Conflict where it is not that one any more."""
+        await self._store.delete(TICKETS, found.name, expect=found.record.version)
 
     async def forget(self, found: Found) -> None:
         """Delete it, and let whoever runs it know."""

@@ -187,6 +187,18 @@ class Tickets:
             raise not_found(name)
         return found
 
+    async def let_go(self, found: Found) -> None:
+        """Of a response that is not kept: its gateway got no further, or it was deleted; it may be begun anew.
+
+        Raises:
+            PagodaError: IN_PROGRESS, as its gateway may be at it.
+        """
+        if self._kept.age_s(found) < times.TICKET_LEASE_S:
+            message = "the request with this Idempotency-Key is only beginning"
+            raise PagodaError(ErrorCode.IN_PROGRESS, message, retry_after_s=times.RESPONSE_SWEEP_S)
+        with suppress(Conflict):
+            await self._kept.let_go(found)
+
     async def forget(self, found: Found) -> None:
         """Wherever it runs, it ends: here now, elsewhere when that gateway looks."""
         await self._kept.forget(found)

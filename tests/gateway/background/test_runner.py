@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 from tests.gateway.fakes_engine import MODEL, Batch, Gateway, make_gateway, play
+from tests.gateway.keys.flaky_store import FlakyStore
 from tests.gateway.routes.test_responses import PATH, events_of, get, refusal
 
 from pagoda_gateway.api.encoding import event
@@ -22,6 +23,7 @@ from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.clients import NOBODY
 from pagoda_gateway.dialects.responses import kept_by, responses_job
 from pagoda_gateway.store.interface import Store, unavailable
+from pagoda_gateway.store.responses import RESPONSES, UNFINISHED
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import RequestRecord
@@ -389,3 +391,50 @@ async def test_a_fault_of_ours_ends_it_once(tmp_path: Path) -> None:
         answer = await until(gateway, (await begin(gateway))["id"], "failed")
         assert answer["error"]["code"] == "server_error"
         assert "as the test wants it" not in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("broken", ["its record", "its place in the list", "its job"])
+async def test_one_that_cannot_be_read_is_in_nobodys_way(tmp_path: Path, broken: str) -> None:
+    first = make_gateway(tmp_path)
+    async with running(first):
+        pass
+    names = [(await begin(first))["id"] for _ in range(2)]
+    store, name = first.context.store, names[0]
+    if broken == "its record":
+        await store.put(RESPONSES, name, b"{")
+    elif broken == "its place in the list":
+        await store.put(UNFINISHED, name, b"\xff")
+    else:
+        await store.drop(f"response/{name}/job")
+        await store.append(f"response/{name}/job", [b"{"])
+    other = Other(tmp_path, first)
+    async with other.having_swept(names[1]) as response:
+        assert text_of(response) == TEXT
+    if broken == "its record":
+        assert (await refusal(first, 503, "GET", f"/{name}"))["code"] == "unavailable"
+
+
+async def test_a_key_whose_response_was_never_kept_may_be_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FlakyStore()
+    append = store.append
+
+    async def last_words(log: str, parts: list[bytes], *, index: int | None = None) -> int:
+        store.gone = True
+        return int(await append(log, parts, index=index))
+
+    store.append = last_words
+    gateway, headers = make_gateway(tmp_path, kept_in=cast(Store, store)), {"Idempotency-Key": "k"}
+    gateway.engine.script = play(gateway.ids(TEXT))
+    async with running(gateway):
+        assert (await gateway.client.post(PATH, json=ASK, headers=headers)).status_code == 503
+        store.append, store.gone = append, False
+        begun = await gateway.client.post(PATH, json=ASK, headers=headers)
+        assert (begun.status_code, begun.headers["x-should-retry"]) == (409, "true")
+        monkeypatch.setattr(times, "TICKET_LEASE_S", 0.0)
+        answers = [await gateway.client.post(PATH, json=ASK, headers=headers) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert len({answer.json()["id"] for answer in answers}) == 1
+        assert text_of(await until(gateway, answers[0].json()["id"], "incomplete")) == TEXT
+    await store.aclose()

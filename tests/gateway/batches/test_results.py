@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pagoda_gateway.batches.batch import Counts
-from pagoda_gateway.batches.results import MAX_ANSWER_BYTES, Result, Results, answered, given_up, refused
+from pagoda_gateway.batches.results import MAX_ANSWER_BYTES, Lost, Result, Results, answered, given_up, refused
 from pagoda_gateway.store.interface import unavailable
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_proto.errors import PagodaError
@@ -112,5 +112,5 @@ async def test_who_comes_after_the_end_is_told_so(store: Flaky) -> None:
     late = Results(store, "log")
     await late.write([result(1)])
     await store.drop("log")
-    with pytest.raises(PagodaError):
+    with pytest.raises(Lost):
         await late.write([result(2)])

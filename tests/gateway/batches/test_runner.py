@@ -14,7 +14,7 @@ from tests.gateway.store.redis_server import running_redis
 
 from pagoda_gateway.batches import runner as module
 from pagoda_gateway.batches.batch import Batch, Counts, Status
-from pagoda_gateway.batches.batches import Work
+from pagoda_gateway.batches.batches import OPEN, Work
 from pagoda_gateway.batches.runner import BatchRunner, in_turn
 from pagoda_gateway.batches.work import Desk
 from pagoda_gateway.store.interface import unavailable
@@ -212,6 +212,20 @@ async def test_a_store_that_is_gone_for_a_while_is_waited_for(
     store.page = gone  # type: ignore[method-assign]
     start(desk)
     assert (await ended(desk, batch)).status is Status.COMPLETED
+
+
+async def test_a_batch_that_cannot_be_read_is_in_nobodys_way(
+    store: SqliteStore, clock: ManualClock, start: Start
+) -> None:
+    desk = desk_on(store, FakeService(), clock)
+    for i in range(module.MAX_AT_ONCE):
+        broken = await submitted(desk, CONTENT)
+        await store.put("batches", broken.id, b"{", owner=OWNER)
+        await store.put(OPEN, f"batch_{i}", b"\xff", owner="")
+    start(desk)
+    batch = await submitted(desk, CONTENT)
+    async with asyncio.timeout(60):
+        assert (await ended(desk, batch)).status is Status.COMPLETED
 
 
 def test_tenants_take_turns() -> None:

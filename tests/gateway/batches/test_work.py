@@ -214,6 +214,29 @@ async def test_a_batch_that_the_store_has_lost_is_let_go(desk: Desk, store: Fail
     assert not (await store.page(OPEN, "", limit=1)).records
 
 
+async def test_a_store_that_has_lost_results_has_them_made_again(
+    desk: Desk, store: Failing, service: FakeService
+) -> None:
+    """As one that comes back with what it had a while ago."""
+    batch = await submitted(desk, CONTENT)
+    asleep = asyncio.Event()
+    service.script = lambda prompt: None if prompt < NAMES[6] else asleep
+    working = asyncio.create_task(work_on(desk, batch).run())
+    log, seen = results_log(batch.id), Results(store, results_log(batch.id))
+    while seen.num_lines < 6:
+        await asyncio.sleep(0.001)
+        await seen.load()
+    (first, *_) = await store.read(log)
+    await store.drop(log)
+    await store.append(log, [first])
+    asleep.set()
+    async with asyncio.timeout(60):
+        await working
+    ended = await desk.batches.find(OWNER, batch.id)
+    assert (ended.status, ended.counts) == (Status.COMPLETED, Counts(NUM_LINES, NUM_LINES, 0))
+    assert await ids(desk, ended.output_id) == NAMES
+
+
 @pytest.mark.parametrize("every", [2, 3, 5])
 async def test_a_store_that_comes_and_goes_costs_nothing(desk: Desk, store: Failing, every: int) -> None:
     batch = await submitted(desk, CONTENT)
