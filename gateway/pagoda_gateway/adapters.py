@@ -6,6 +6,7 @@ So a name that is loaded again, from other files, means them from the next reque
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 import uuid
@@ -58,8 +59,9 @@ class AdapterNames:
         Raises:
             PagodaError: INVALID_ARGUMENT where name or files are no good, or what a worker says of them.
         """
-        if not NAME.fullmatch(name):
-            raise _refused("lora_name", f"a name has 1 to 256 characters, no space, comma, = or \\, got {name[:64]!a}")
+        if not NAME.fullmatch(name) or not name.isprintable():
+            rule = "a name has 1 to 256 printable characters, no space, comma, = or \\"
+            raise _refused("lora_name", f"{rule}, got {name[:64]!a}")
         async with self._loading:
             self._check_name(name, in_place=in_place)
             await self._load(name, Path(self._config.lora_dir, path))
@@ -77,13 +79,19 @@ class AdapterNames:
             PagodaError: it cannot be used.
         """
         known = name is None or not self._config.lora_resolver or name in {model.name for model in self._catalogue}
-        if known or not PLAIN_NAME.fullmatch(name or "") or not caller.grant.allows_model(name or ""):
+        if name is None or known or not caller.grant.allows_model(name):
+            return
+        if not await asyncio.to_thread(self.is_found, name):  # and nobody waits for a load who asks for nothing
             return
         async with self._loading:
-            path = Path(self._config.lora_dir, name or "")
-            if name not in self._names() and await asyncio.to_thread((path / CONFIG).is_file):
-                self._check_name(name or "", in_place=False)
-                await self._load(name or "", path)
+            if name not in self._names():
+                self._check_name(name, in_place=False)
+                await self._load(name, Path(self._config.lora_dir, name))
+
+    def is_found(self, name: str) -> bool:
+        """Whether there is a directory of this name that would be loaded for who asks. Looks at the disk."""
+        plain = self._config.lora_resolver and PLAIN_NAME.fullmatch(name)
+        return bool(plain) and os.path.isfile(Path(self._config.lora_dir, name, CONFIG))
 
     async def _load(self, name: str, path: Path) -> None:
         allowed, most = [Path(self._config.lora_dir)], self._config.max_lora_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,9 @@ async def test_one_that_no_worker_can_use_has_no_name(tmp_path: Path) -> None:
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (LOAD, {"lora_name": MODEL, "lora_path": "a"}, 400, "lora_name"),
     (LOAD, {"lora_name": "a b", "lora_path": "a"}, 400, "lora_name"),
+    (LOAD, {"lora_name": "a\x1b[2J", "lora_path": "a"}, 400, "lora_name"),
+    (LOAD, {"lora_name": "a\0b", "lora_path": "a"}, 400, "lora_name"),
+    (LOAD, {"lora_name": "a\u202eb", "lora_path": "a"}, 400, "lora_name"),
     (LOAD, {"lora_name": "one", "lora_path": "../outside"}, 400, "lora_path"),
     (LOAD, {"lora_name": "one", "lora_path": "/etc"}, 400, "lora_path"),
     (LOAD, {"lora_name": "one", "lora_path": "link"}, 400, "lora_path"),
@@ -123,6 +127,19 @@ async def test_a_directorys_name_is_a_models_where_that_is_allowed(tmp_path: Pat
     assert await asked(gateway, "link") == "invalid_argument"
     plain = gateway_with(tmp_path / "plain", lora_dir=str(tmp_path / "adapters"))
     assert await asked(plain, "found") == "model_not_found"
+
+
+async def test_who_asks_for_what_is_not_there_waits_for_nobodys_load(tmp_path: Path) -> None:
+    gateway = gateway_with(tmp_path, lora_resolver=True)
+    write(tmp_path / "adapters" / "slow")
+    go, whole = asyncio.Event(), gateway.engine.script
+    gateway.engine.script = lambda record: [go, *whole(record)]
+    loading = asyncio.create_task(asked(gateway, "slow"))
+    await gateway.engine.submitted.wait()
+    async with asyncio.timeout(60):
+        assert await asked(gateway, "none") == "model_not_found"
+    go.set()
+    assert await loading == identify(tmp_path / "adapters" / "slow", 1000).digest
 
 
 async def test_keys_say_who_may_load_and_who_may_use(tmp_path: Path) -> None:

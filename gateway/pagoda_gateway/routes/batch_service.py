@@ -51,7 +51,13 @@ class BatchService:
         self._ctx = ctx
 
     def known(self, model: str | None) -> str:
-        return self._ctx.catalogue.find(model, NOBODY).name
+        """Also of an adapter that is loaded with the first line for it."""
+        try:
+            return self._ctx.catalogue.find(model, NOBODY).name
+        except PagodaError:
+            if model is None or not self._ctx.adapters.is_found(model):
+                raise
+            return model
 
     async def in_thread(self, num_bytes: int, work: Callable[[], None]) -> None:
         await self._ctx.pool.run(CLIENT, num_bytes, work)

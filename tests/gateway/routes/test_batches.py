@@ -14,6 +14,7 @@ import pytest
 from tests.gateway.fake_engine_core import until
 from tests.gateway.fakes_engine import MODEL, Batch, Gateway, failing, make_gateway, play
 from tests.gateway.http_fakes import error_code
+from tests.gateway.test_adapters import write
 
 from pagoda_gateway.batches.batch import ENDED
 from pagoda_gateway.batches.schemas import BatchList, BatchObject
@@ -22,6 +23,7 @@ from pagoda_gateway.generation.job import Job
 from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.routes.batch_service import BatchService, batch_runner, in_background
 from pagoda_gateway.store.interface import unavailable
+from pagoda_proto.adapters.files import WEIGHTS, identify
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import BACKGROUND_PRIORITY
 from pagoda_proto.records import RequestRecord
@@ -34,8 +36,8 @@ ASK: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
 class Served:
     """Two tenants' clients of one gateway, whose engine says three tokens to everything."""
 
-    def __init__(self, root: Path) -> None:
-        self.gateway: Gateway = make_gateway(root, play([5, 6, 7]), api_key=",".join(KEYS))
+    def __init__(self, root: Path, **config: Any) -> None:
+        self.gateway: Gateway = make_gateway(root, play([5, 6, 7]), api_key=",".join(KEYS), **config)
         context = self.gateway.context
         identify, uploads = identify_by(context.config.forwarded_allow_ips, context.gate), {"/v1/files": 100_000}
         app = LimitsMiddleware(self.gateway.asgi, context.config, context.memory, identify, context.quotas, uploads)
@@ -178,6 +180,22 @@ async def test_a_file_with_faults_is_told_by_line(served: Served) -> None:
     found = [(error["code"], error["line"]) for error in done["errors"]["data"]]
     assert found == [("invalid_json_line", 2), ("duplicate_custom_id", 3)]
     assert not served.gateway.engine.generations
+
+
+async def test_adapters_that_are_found_by_their_names_answer_batches(tmp_path: Path) -> None:
+    """Nobody has to have asked this gateway for them before."""
+    found, lost = (write(tmp_path / "adapters" / name) for name in ("found", "lost"))
+    (lost / WEIGHTS).unlink()
+    served = Served(tmp_path, lora_dir=str(tmp_path / "adapters"), lora_resolver=True)
+    batches = [await asked(served.one, line("a", model=name)) for name in ("found", "lost", "none")]
+    async with served.working(), asyncio.timeout(60):
+        done = [await ended(served.one, batch["id"]) for batch in batches]
+    served.gateway.context.pool.close()
+    assert [one["status"] for one in done] == ["completed", "completed", "failed"]
+    assert [one["request_counts"]["completed"] for one in done] == [1, 0, 0]
+    assert [error["code"] for error in done[2]["errors"]["data"]] == ["model_not_found"]
+    asked_for = [one.record.adapter for one in served.gateway.engine.generations]
+    assert {adapter.digest for adapter in asked_for if adapter} == {identify(found, 1000).digest}
 
 
 async def test_cancelling_keeps_what_is_done(served: Served) -> None:
