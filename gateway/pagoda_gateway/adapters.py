@@ -115,6 +115,8 @@ class AdapterNames:
         try:
             while deltas := await generation.next():
                 last = deltas[-1]
+                if last.error_code is ErrorCode.NUMERICAL_ERROR:
+                    raise _refused("lora_path", "what the model computes with it is not finite")
                 if last.error_code is not None:
                     raise PagodaError(last.error_code, last.error_message, "lora_path")
         finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gateway.fakes_engine import MODEL, Gateway, failing, make_gateway, play
+from tests.gateway.fakes_engine import MODEL, Gateway, breaking, failing, make_gateway, play
 from tests.gateway.keys.whole_app import running_app
 
 from pagoda_gateway.adapters import named_adapters
@@ -72,6 +72,15 @@ async def test_one_that_no_worker_can_use_has_no_name(tmp_path: Path) -> None:
     gateway.engine.script = failing(ErrorCode.UNAVAILABLE)
     answer = await gateway.client.post(LOAD, json={"lora_name": "one", "lora_path": str(path)})
     assert answer.status_code == 503
+    assert [model.name for model in gateway.context.catalogue] == [MODEL]
+
+
+async def test_one_with_which_nothing_finite_is_computed_is_refused_by_its_path(tmp_path: Path) -> None:
+    gateway = gateway_with(tmp_path)
+    write(tmp_path / "adapters" / "a")
+    gateway.engine.script = breaking(code=ErrorCode.NUMERICAL_ERROR)
+    answer = await gateway.client.post(LOAD, json={"lora_name": "one", "lora_path": "a"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
     assert [model.name for model in gateway.context.catalogue] == [MODEL]
 
 
