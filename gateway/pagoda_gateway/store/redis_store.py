@@ -144,7 +144,7 @@ class RedisStore:
                 if time.monotonic() - began > times.STORE_REST_S:  # not a caller's whim: it says nothing
                     await self._drop_idle()
                 raise
-            except (RedisError, OSError) as error:
+            except (RedisError, OSError, RuntimeError) as error:  # the last is uvloop's, of a connection that was reset
                 why = f"{type(error).__name__}: {error}"
                 if isinstance(error, ResponseError) and "WRONGTYPE" in why:
                     raise Unreadable(f"{keys[0]}: {why}") from error
@@ -153,7 +153,7 @@ class RedisStore:
 
     async def _drop_idle(self) -> None:
         """Connections that are idle are to the server that was."""
-        with contextlib.suppress(RedisError, OSError, TimeoutError):
+        with contextlib.suppress(RedisError, OSError, TimeoutError, RuntimeError):
             async with asyncio.timeout(times.STORE_REST_S):
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+import uvloop
 from redis.asyncio import Redis
 from tests.e2e.stack import free_port
 from tests.faults.proxy import ChaosProxy
@@ -166,6 +167,29 @@ async def test_connections_that_went_dumb_are_not_tried_one_by_one() -> None:
             assert await guarded.length("n") == 8
             assert await asyncio.gather(*(guarded.length("n") for _ in range(8))) == [8] * 8
             await guarded.aclose()
+
+
+@pytest.mark.e2e
+def test_connections_that_were_reset_under_uvloop_are_a_failure_and_none_afterwards() -> None:
+    """It has an error of its own for who writes to them, and gateways run on it."""
+
+    async def story() -> None:
+        port = free_port()
+        async with running_redis(port):
+            with ChaosProxy(port) as proxy:
+                store = RedisStore(f"redis://127.0.0.1:{proxy.port}")
+                await asyncio.gather(*(store.append("n", [b"."]) for _ in range(8)))
+                writers = [idle._writer for idle in store._redis.connection_pool._available_connections]
+                assert len(writers) > 1
+                proxy.reset()
+                while not all(writer.transport.is_closing() for writer in writers):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                await fails(store)
+                assert await asyncio.gather(*(store.length("n") for _ in range(8))) == [8] * 8
+                await store.aclose()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(story())
 
 
 @pytest.mark.e2e
