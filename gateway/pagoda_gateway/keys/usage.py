@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagoda_gateway.store.interface import MAX_PAGE_RECORDS, Record, Store, decoded
+from pagoda_gateway.store.interface import MAX_PAGE_RECORDS, Conflict, Record, Store, decoded
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import Usage
@@ -63,6 +63,7 @@ class UsageLedger:
         self._totals: dict[tuple[str, str], _Models] = {}  # by day and tenant
         self._unwritten: set[tuple[str, str]] = set()
         self._listed: set[str] = set()
+        self._versions: dict[tuple[str, str], int] = {}  # of what was written
         self._flushing = asyncio.Lock()  # or an older total might be written after a newer one
         self._task: asyncio.Task[None] | None = None
 
@@ -115,9 +116,14 @@ class UsageLedger:
         self._unwritten.discard(place)  # what is counted while it is being written comes with the next
         value = msgspec.json.encode(self._totals[place])
         expires_at = self._clock() + KEPT_DAYS * DAY_S
+        key, known = f"{day}.{tenant}.{self._life}", self._versions.pop(place, None)
         try:
-            key = f"{day}.{tenant}.{self._life}"
-            await self._store.put(USAGE, key, value, owner=tenant, expires_at=expires_at)
+            put = self._store.put(USAGE, key, value, owner=tenant, expect=known, expires_at=expires_at)
+            self._versions[place] = await put
+        except Conflict:  # nobody else writes it: the store has lost what it had
+            self._listed.clear()
+            self._versions.clear()
+            self._unwritten |= self._totals.keys()
         except BaseException:
             self._unwritten.add(place)
             raise
@@ -127,6 +133,7 @@ class UsageLedger:
         today = self._today().isoformat()
         for place in [place for place in self._totals if place[0] < today and place not in self._unwritten]:
             del self._totals[place]
+            self._versions.pop(place, None)
 
     async def tenants(self) -> list[str]:
         """All who used something. Raises PagodaError."""

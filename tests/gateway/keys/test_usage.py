@@ -12,7 +12,7 @@ from tests.gateway.keys.flaky_store import FlakyStore
 from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.keys.grants import NO_LIMITS, Limits
 from pagoda_gateway.keys.quota import Quota
-from pagoda_gateway.keys.usage import KEPT_DAYS, LATE_DAYS, USAGE, Counts, UsageLedger
+from pagoda_gateway.keys.usage import KEPT_DAYS, LATE_DAYS, TENANTS, USAGE, Counts, UsageLedger
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Usage
@@ -59,6 +59,23 @@ async def test_lives_of_gateways_add_up_and_writing_again_changes_nothing(store:
         ("2079-07-08", "a", "other", Counts(1, 10, 4, 3)),
         ("2079-07-08", "b", "m", Counts(1, 10, 4, 3)),
     ]
+
+
+async def test_a_store_that_lost_it_is_told_again_what_this_life_has_counted(store: FlakyStore) -> None:
+    one = UsageLedger(store, Clock())
+    for tenant in ("a", "b"):
+        one.count(tenant, "m", ONE)
+    await one.flush()
+    for collection, owners in ((TENANTS, ("",)), (USAGE, ("a", "b"))):
+        for owner in owners:
+            for record in (await store.page(collection, owner, limit=10)).records:
+                await store.delete(collection, record.key)
+    one.count("a", "m", ONE)
+    await one.flush()
+    await one.flush()
+    other = UsageLedger(store, Clock())
+    assert sorted(await other.tenants()) == ["a", "b"]
+    assert [await used(other, tenant) for tenant in ("a", "b")] == [[("2079-07-08", "m", 6)], [("2079-07-08", "m", 3)]]
 
 
 async def test_what_is_not_written_yet_is_told_where_it_was_counted(store: FlakyStore) -> None:
