@@ -4,6 +4,7 @@ with them."""
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ from tests.e2e.stack import Stack, free_port, running_stack
 from tests.e2e.streams import MODEL, formed, plain
 from tests.e2e.tiers import Tiers, tiers_apart
 from tests.faults.variants import TALK, Answer, Client, Counted, answer, with_stop
-from tests.gateway.store.redis_server import running_redis
+from tests.gateway.store.redis_server import RedisServer, running_redis
 
 from pagoda.client.httpx2_transport import AsyncResumingTransport
 
@@ -85,19 +86,21 @@ def start_gateway(stack: Stack, tiers: Tiers, name: str, store: str) -> str:
 
 
 @asynccontextmanager
-async def gateways(stack: Stack, tiers: Tiers) -> AsyncIterator[list[str]]:
+async def gateways(stack: Stack, tiers: Tiers) -> AsyncIterator[tuple[list[str], RedisServer]]:
     """Two that share a store."""
     async with running_redis() as redis:
         urls = [start_gateway(stack, tiers, name, redis.address) for name in ("killed", "other")]
         await asyncio.to_thread(tiers.wait_until, lambda: all(map(is_ready, urls)))
-        yield urls
+        yield urls, redis
+        for name in ("killed", "other"):
+            tiers.processes[name].kill()
 
 
 async def test_streams_survive_a_gateway(
     stack: Stack, tiers: Tiers, requests: list[dict[str, Any]], undisturbed: list[Answer]
 ) -> None:
     """The store is Redis; tests/faults has the same with SQLite."""
-    async with gateways(stack, tiers) as urls:
+    async with gateways(stack, tiers) as (urls, _):
         flowing, speaking = asyncio.Event(), asyncio.Event()
         counted = Counted()
         by_httpx2 = httpx2.AsyncClient(transport=AsyncResumingTransport(urls, counted), timeout=240)
@@ -117,6 +120,28 @@ async def test_streams_survive_a_gateway(
     while stack.stats().blocks_used:  # nothing is left of what the dead gateway had asked for
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("fault", ["dies", "stands still"])
+async def test_streams_survive_a_gateway_whose_store_is_gone_for_a_while(
+    stack: Stack, tiers: Tiers, requests: list[dict[str, Any]], undisturbed: list[Answer], fault: str
+) -> None:
+    """Nobody is told from the beginning what he has a part of: who cannot be helped now asks again."""
+    async with gateways(stack, tiers) as (urls, redis), Client(urls) as http:
+        flowing = asyncio.Event()
+        asked = [asyncio.create_task(answer(http.openai(urls[0]), request, flowing.set)) for request in requests]
+        await flowing.wait()
+        if fault == "dies":
+            await redis.kill()
+        else:
+            redis.send(signal.SIGSTOP)
+        tiers.processes["killed"].kill()
+        await http.counted.refused.wait()
+        if fault == "dies":
+            await redis.start()
+        else:
+            redis.send(signal.SIGCONT)
+        assert await asyncio.gather(*asked) == undisturbed
 
 
 def test_what_is_asked_again_is_answered_once(stack: Stack) -> None:

@@ -111,10 +111,14 @@ class Counted(httpx.AsyncHTTPTransport):
     def __init__(self) -> None:
         super().__init__(limits=httpx.Limits(max_connections=None))
         self.num_resumed = 0
+        self.refused = asyncio.Event()  # one that was to be gone on with
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         self.num_resumed += "Last-Event-ID" in request.headers
-        return await super().handle_async_request(request)
+        response = await super().handle_async_request(request)
+        if "Last-Event-ID" in request.headers and response.status_code == 503:
+            self.refused.set()
+        return response
 
 
 async def undisturbed(urls: Sequence[str]) -> list[tuple[Request, Answer]]:
