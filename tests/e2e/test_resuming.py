@@ -129,19 +129,21 @@ async def test_streams_survive_a_gateway_whose_store_is_gone_for_a_while(
     """Nobody is told from the beginning what he has a part of: who cannot be helped now asks again."""
     async with gateways(stack, tiers) as (urls, redis), Client(urls) as http:
         flowing = asyncio.Event()
-        asked = [asyncio.create_task(answer(http.openai(urls[0]), request, flowing.set)) for request in requests]
+        asked = asyncio.gather(*(answer(http.openai(urls[0]), request, flowing.set) for request in requests))
         await flowing.wait()
         if fault == "dies":
             await redis.kill()
         else:
             redis.send(signal.SIGSTOP)
         tiers.processes["killed"].kill()
-        await http.counted.refused.wait()
+        refused = asyncio.create_task(http.counted.refused.wait())
+        await asyncio.wait([refused, asked], return_when=asyncio.FIRST_COMPLETED)
+        refused.cancel()
         if fault == "dies":
             await redis.start()
         else:
             redis.send(signal.SIGCONT)
-        assert await asyncio.gather(*asked) == undisturbed
+        assert await asked == undisturbed
 
 
 def test_what_is_asked_again_is_answered_once(stack: Stack) -> None:
