@@ -143,6 +143,8 @@ class Tickets:
             while True:
                 if (found := await self._kept.find(named.name, named.owner)) is not None:
                     return Opened(_same(found, named), None, repeated=True)
+                if await self._written_again(self._live.get(named.name)):
+                    continue
                 if named.at is not None and named.at.stream == named.name:
                     raise not_found(named.name)
                 job = job or await _outside(new_job())
@@ -170,6 +172,17 @@ class Tickets:
         )
         await self._room.take(named.owner, len(data))
         return await self._kept.begin(named.name, named.owner, ticket, data)
+
+    async def _written_again(self, live: Live | None) -> bool:
+        """The ticket of what runs here is there once more, as the store had lost it. False: deleted, or ended."""
+        if live is None or live.why is not None or live.tape.ended:
+            return False
+        if await self._kept.is_forgotten(live.job.id):
+            return False
+        found = live.found
+        with suppress(Conflict):
+            live.found = await self._kept.begin(found.name, found.owner, found.ticket, msgspec.json.encode(live.job))
+        return True
 
     def _check_stream(self, job: Job) -> None:
         """Raises InvalidParams where it is more than is kept of a stream that may be read again."""
@@ -345,7 +358,8 @@ class Tickets:
             await self._kept.delete(live.found)
 
     async def _keep_claim(self, live: Live) -> None:
-        """And end it where it is deleted, or where nobody reads it here and another gateway runs it."""
+        """And end it where it is deleted, or where nobody reads it here and another gateway runs it. What the store has
+        lost is written anew."""
         while True:
             with suppress(PagodaError):
                 await self._kept.claim(live.found.name, self._holder, times.TICKET_LEASE_S)
@@ -353,6 +367,8 @@ class Tickets:
                 if found is None or found.ticket.job_id != live.job.id:
                     if await self._kept.is_forgotten(live.job.id):
                         live.stop(PagodaError(ErrorCode.CANCELLED, "the stream was deleted"))
+                    elif found is None:
+                        await self._written_again(live)
                 elif found.ticket.runner != self._holder and not live.num_readers:
                     live.stop(PagodaError(ErrorCode.CANCELLED, "it is read elsewhere"))
             await asyncio.sleep(times.TICKET_LEASE_S / 3)

@@ -375,6 +375,33 @@ async def test_a_store_that_loses_what_it_had_ends_no_stream(
         assert text_of((await post(gateway, ASK)).text) == TEXT
 
 
+@pytest.mark.parametrize("asked", ["here at once", "elsewhere after a while"])
+async def test_a_stream_that_the_store_has_lost_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    elsewhere = asked == "elsewhere after a while"
+    monkeypatch.setattr(times, "TICKET_LEASE_S", 0.03 if elsewhere else 600.0)
+    store, name = FlakyStore(), ticket_name("", "k")
+    async with running(tmp_path, kept_in=store) as gateway, running(tmp_path, kept_in=store) as other:
+        go = held_up(gateway)
+        asking = asyncio.create_task(post(gateway, ASK))
+        await gateway.engine.submitted.wait()
+        await gateway.engine.generations[-1].waiting.wait()
+        ticket = (await store.get(TICKETS, name)).value
+        await store.delete(JOBS, msgspec.json.decode(ticket)["job_id"])
+        await store.delete(TICKETS, name)
+        again = asyncio.create_task(post(gateway, ASK)) if not elsewhere else None
+        async with asyncio.timeout(60):
+            while await store.get(TICKETS, name) is None:  # noqa: ASYNC110 - the store tells nobody
+                await asyncio.sleep(0.01)
+        again = again or asyncio.create_task(post(other, ASK))
+        go.set()
+        assert text_of((await again).text) == text_of((await asking).text) == TEXT
+        last = ids_of((await asking).text)[2]
+        assert text_of((await post(gateway, ASK, last=last)).text) == text_of(after((await asking).text, last))
+        assert len(gateway.engine.generations) == 1
+
+
 async def test_a_stream_that_is_deleted_at_another_gateway_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
