@@ -66,7 +66,7 @@ def test_options_are_those_of_serve(tmp_path: Path, given: dict[str, Any], token
     [
         ("llama4", "torch", "of what it would if all layers kept all"),
         ("deepseek_v3", "torch", f"takes {1024 * LATENTS / 2**20:.1f} MiB"),
-        ("deepseek_v3", "native", f"takes {2 * 1024 * LATENTS / 2**20:.1f} MiB"),
+        ("deepseek_v3", "native", f"takes {1024 * LATENTS / 2**20:.1f} MiB"),
     ],
 )
 def test_it_is_what_a_worker_says_at_its_start(tmp_path: Path, name: str, kernels: str, said: str) -> None:

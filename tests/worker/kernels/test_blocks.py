@@ -114,8 +114,8 @@ def test_blocks_that_moved_are_attended_to_as_if_written_here(
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("target", NAMES[:2])
-@pytest.mark.parametrize("source", NAMES[:2])
+@pytest.mark.parametrize("target", NAMES)
+@pytest.mark.parametrize("source", NAMES)
 def test_blocks_of_one_plane_move_likewise(
     back_ends: dict[str, Ops], source: str, target: str, quantized: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,17 +51,20 @@ def shape_of(dtype: torch.dtype, planes: int, quantized: bool = False) -> KVShap
 class Rows:
     """Rows of (new tokens, context) whose queries and latents are drawn once, whoever computes with them."""
 
+    rank, turns = RANK, TURNS
+
     def __init__(self, dtype: torch.dtype, rows: list[tuple[int, int]]) -> None:
-        self.rows, self.dtype = rows, dtype
+        self.rows, self.dtype, self.dim = rows, dtype, self.rank + self.turns
+        self.shape = replace(SHAPE, head_dim=self.dim)
         self.total = sum(context for _, context in rows)
-        self.query = numbers(self.total, HEADS * DIM, seed=2).to(dtype)
-        self.latent = numbers(self.total, RANK, seed=3).to(dtype)
-        self.turning = numbers(self.total, TURNS, seed=4).to(dtype)
-        self.table = RotaryTable(RopeShape(theta=1e4, head_dim=DIM, turning=TURNS), 2048, CPU)
+        self.query = numbers(self.total, HEADS * self.dim, seed=2).to(dtype)
+        self.latent = numbers(self.total, self.rank, seed=3).to(dtype)
+        self.turning = numbers(self.total, self.turns, seed=4).to(dtype)
+        self.table = RotaryTable(RopeShape(theta=1e4, head_dim=self.dim, turning=self.turns), 2048, CPU)
 
     def wide(self) -> Rows:
         """The same in float64."""
-        wide = Rows(self.dtype, self.rows)
+        wide = type(self)(self.dtype, self.rows)
         wide.dtype = torch.float64
         wide.query, wide.latent, wide.turning = (one.double() for one in (self.query, self.latent, self.turning))
         return wide
@@ -68,7 +72,7 @@ class Rows:
     def attended(self, ops: Ops, count: int | None = None, planes: int = 2, quantized: bool = False) -> torch.Tensor:
         """Of each row's last tokens, `count` at a time."""
         tables = self._tables()
-        kept = shape_of(self.dtype, planes, quantized)
+        kept = replace(shape_of(self.dtype, planes, quantized), head_dim=self.dim)
         kv = ops.new_kv_cache(kept, int(tables.max()) + 1, BLOCK)
         self._step(ops, kv, [(0, context) for _, context in self.rows], tables)
         results = []
@@ -98,28 +102,27 @@ class Rows:
         rotation = self.table.at(batch.positions)
         query, latent, turning = (one[places] for one in (self.query, self.latent, self.turning))
         query = ops.latent_write(query, latent, turning, rotation, kv, 0, batch.kv_indices)
-        return ops.attend(query, kv, 0, ops.plan(batch, kv), SHAPE).clone()
+        return ops.attend(query, kv, 0, ops.plan(batch, kv), self.shape).clone()
 
 
 LENGTHS = [(1, 300), (9, 70), (1, 1), (3, 600)]
 
 
-def planes_of(ops: Ops) -> tuple[int, ...]:
-    return (1, 2) if ops.keeps_latents_once else (2,)
+PLANES = (1, 2)
 
 
-def outward_of(dtype: torch.dtype) -> torch.Tensor:
+def outward_of(dtype: torch.dtype, rank: int = RANK, turns: int = TURNS) -> torch.Tensor:
     """What brings a head's values back [Hq, 20, D], which takes nothing of the dimensions that turn."""
-    outward = numbers(HEADS, 20, DIM, seed=5) * RANK**-0.5
-    outward[:, :, : TURNS // 2] = 0.0
-    outward[:, :, DIM // 2 : (DIM + TURNS) // 2] = 0.0
+    outward = numbers(HEADS, 20, rank + turns, seed=5) * rank**-0.5
+    outward[:, :, : turns // 2] = 0.0
+    outward[:, :, (rank + turns) // 2 : rank // 2 + turns] = 0.0
     return outward.to(dtype)
 
 
 def test_attention_over_latents_is_near_the_reference(backend: tuple[str, torch.dtype]) -> None:
     name, dtype = backend
     rows, ops = Rows(dtype, LENGTHS), ops_of(name, dtype)
-    for planes in planes_of(ops):
+    for planes in PLANES:
         expected = rows.wide().attended(reference, planes=planes)
         got = rows.attended(ops, planes=planes)
         assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
@@ -128,20 +131,26 @@ def test_attention_over_latents_is_near_the_reference(backend: tuple[str, torch.
 def test_its_bits_depend_on_no_chunks_and_no_threads(backend: tuple[str, torch.dtype]) -> None:
     name, dtype = backend
     rows, ops = Rows(dtype, LENGTHS), ops_of(name, dtype)
-    for planes in planes_of(ops):
+    for planes in PLANES:
         whole = rows.attended(ops, planes=planes)
         assert torch.equal(rows.attended(ops, 1, planes), whole)
         assert torch.equal(rows.attended(ops_of(name, dtype, 3), 2, planes), whole)
 
 
-ONCE = [(AtenOps(CPU, torch.bfloat16), torch.bfloat16), (AtenOps(CPU), torch.float32), (reference, torch.bfloat16)]
-
-
-@pytest.mark.parametrize(("ops", "dtype"), ONCE, ids=["torch bfloat16", "torch float32", "reference"])
 @pytest.mark.parametrize("count", [None, 1])
 def test_what_leads_back_gives_the_same_bits_of_values_that_are_keys(
-    ops: Ops, dtype: torch.dtype, count: int | None
+    backend: tuple[str, torch.dtype], count: int | None
 ) -> None:
+    name, dtype = backend
+    same_back(ops_of(name, dtype), dtype, count)
+
+
+def test_what_leads_back_gives_the_same_bits_by_the_reference() -> None:
+    same_back(reference, torch.bfloat16, None)
+    same_back(reference, torch.bfloat16, 1)
+
+
+def same_back(ops: Ops, dtype: torch.dtype, count: int | None) -> None:
     rows = Rows(dtype, LENGTHS)
     once, twice = (rows.attended(ops, count, planes) for planes in (1, 2))
     outward = ops.pack_heads(outward_of(dtype))
@@ -208,9 +217,50 @@ def test_latents_as_whole_numbers_are_refused_where_sums_would_overflow(level: s
         ops_of(level, torch.bfloat16).new_kv_cache(kept, 2, BLOCK)
 
 
+class Thin(Rows):
+    """Of a size that tiles of the matrix unit do not take, and that is laid out at a time; or in int8."""
+
+    rank, turns = 32, 16
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("count", [None, 1])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_narrow_lines_kept_once_by_the_native_kernels(level: str, count: int | None, quantized: bool) -> None:
+    """They are near the reference's; in bfloat16 what leads back gives the bits of two planes, too."""
+    rows, ops = Thin(torch.bfloat16, LENGTHS), ops_of(level, torch.bfloat16)
+    once = rows.attended(ops, count, 1, quantized)
+    expected = rows.wide().attended(reference, None, 1, quantized)
+    assert (once.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[torch.bfloat16]
+    assert torch.equal(rows.attended(ops, 5, 1, quantized), once)
+    assert torch.equal(rows.attended(ops_of(level, torch.bfloat16, 3), count, 1, quantized), once)
+    if not quantized:
+        outward = ops.pack_heads(outward_of(torch.bfloat16, rows.rank, rows.turns))
+        twice = rows.attended(ops, count, 2)
+        assert torch.equal(ops.head_linear(once, outward), ops.head_linear(twice, outward))
+
+
+@pytest.mark.parametrize("level", levels())
+def test_what_lies_behind_a_line_that_is_kept_once_is_nobodys(level: str) -> None:
+    """Of a block that somebody had whose numbers were none, tokens that are not written stay unread."""
+    ops, rows = ops_of(level, torch.bfloat16), Rows(torch.bfloat16, [(37, 37)])
+    batch = batch_of_spans([(0, 37)], torch.arange(3, dtype=torch.int32)[None])
+    results = []
+    for before in (0.0, torch.nan):
+        kv: Any = ops.new_kv_cache(shape_of(torch.bfloat16, 1), 3, BLOCK)
+        for tensor in kv.tensors:
+            tensor.fill_(before)
+        given = rows.query.clone(), rows.latent, rows.turning, rows.table.at(batch.positions)
+        query = ops.latent_write(*given, kv, 0, batch.kv_indices)
+        results.append(ops.attend(query, kv, 0, ops.plan(batch, kv), SHAPE).clone())
+    assert results[0].isfinite().all()
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("level", levels()[-1:])
-def test_lines_that_would_be_kept_once_are_refused_where_values_lie_otherwise(level: str) -> None:
+def test_the_native_cache_takes_what_is_said(level: str) -> None:
     ops = ops_of(level, torch.bfloat16)
-    assert not ops.keeps_latents_once
-    with pytest.raises(BackendError, match="keeps both"):
-        ops.new_kv_cache(shape_of(torch.bfloat16, 1), 2, BLOCK)
+    for planes in (1, 2):
+        shape = shape_of(torch.bfloat16, planes)
+        kv: Any = ops.new_kv_cache(shape, 3, BLOCK)
+        assert sum(one.nbytes for one in kv.tensors) == 3 * shape.bytes_per_block(BLOCK)

@@ -79,7 +79,9 @@ class Wrong(NativeOps):
             out[-1] = 0
         elif self.fault == "cut" and query.shape[0] == 1:
             out[0, 0] += 0.01
-        elif self.fault == "int8" and operands[0].shape.quantized:
+        elif (self.fault == "int8" and operands[0].shape.quantized) or (
+            self.fault == "latents" and operands[0].shape.planes == 1
+        ):
             out[-1] = 0
         return out
 
@@ -114,6 +116,7 @@ class Wrong(NativeOps):
         ("attention", "attention", "attention is wrong"),
         ("cut", "attention", "depends on how a prompt is cut"),
         ("int8", "attention", "attention over int8 is wrong"),
+        ("latents", "attention", "attention over latents is wrong"),
         ("copies", "attention", "rounded or copied wrongly"),
         ("token", "sampling", "sampling is wrong"),
         ("logprob", "sampling", "sampling is wrong"),

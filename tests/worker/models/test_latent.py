@@ -7,17 +7,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.worker.models.checkpoints import prompts
+from tests.worker.models.checkpoints import NATIVE, make_model, prompts
 from tests.worker.models.conftest import Loaded
 from tests.worker.models.harness import BLOCK_SIZE, Harness, Row, logits_of
 
+from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
-from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.loading.model import LoadedModel, decoder_needs, native_spec
 from pagoda_worker.loading.numerics import numerics_id
 from pagoda_worker.step.moving import SwapSpace
 
 NAMES = ["deepseek_v2", "deepseek_v3"]
-ONCE = [("torch", "bfloat16"), ("torch", "float32"), ("reference", "bfloat16"), ("reference", "float32")]
+BUILT = LIBRARY.exists()
+ONCE = [(name, dtype) for name in ("torch", "reference") for dtype in ("bfloat16", "float32")]
+ONCE += [("native", "bfloat16")] if BUILT else []
 LINE = 3 * (32 + 16) * 2  # bytes of a token's latents in three layers
 CHUNKS = [[10**6], [37, 1, 1, 5, 200]]
 
@@ -37,7 +40,7 @@ def rounded(model: LoadedModel) -> LoadedModel:
     [
         ("reference", 1),
         ("torch", 1),
-        *([("native", 2), ("native,attention=torch", 1), ("torch,attention=native", 2)] if LIBRARY.exists() else []),
+        *([(one, 1) for one in ("native", "native,attention=torch", "torch,attention=native")] if BUILT else []),
     ],
 )
 def test_a_token_takes_what_its_back_end_keeps(kernels: str, planes: int, loaded: Loaded) -> None:
@@ -53,6 +56,15 @@ def test_how_often_they_are_kept_is_part_of_the_numerics(loaded: Loaded) -> None
     assert numerics_id(model.ops, once, "native") != numerics_id(model.ops, replace(once, planes=2), "native")
     ids = prompts()[-1]
     assert not torch.equal(logits_of(rounded(model), ids, [99]), logits_of(rounded(twice(model)), ids, [99]))
+
+
+def test_a_back_end_is_told_which_layers_have_latents() -> None:
+    config = WorkerConfig(model="deepseek", device="cpu")
+    for name, latent in (("deepseek_v3", True), ("llama", False)):
+        model = make_model(*NATIVE[name])
+        spec = native_spec(type(model).__name__, model.config.to_dict())
+        needs = decoder_needs(config, torch.bfloat16, spec)
+        assert needs.latent_attention == (needs.attention if latent else ())
 
 
 def test_other_models_keep_values_beside_keys(loaded: Loaded) -> None:
@@ -71,9 +83,9 @@ def test_bits_are_those_of_values_beside_keys(
     assert torch.equal(logits_of(model, tokens, chunks), expected)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_bits_are_the_same_in_company(dtype: str, loaded: Loaded) -> None:
-    model, lists = loaded("deepseek_v3", dtype), prompts(longest=280)
+@pytest.mark.parametrize(("kernels", "dtype"), [one for one in ONCE if one[0] != "reference"])
+def test_bits_are_the_same_in_company(kernels: str, dtype: str, loaded: Loaded) -> None:
+    model, lists = loaded("deepseek_v3", dtype, kernels), prompts(longest=280)
     results = []
     for one in (model, twice(model)):
         harness, rows = Harness(one), [Row(tokens) for tokens in lists]
@@ -87,12 +99,12 @@ def plain(model: LoadedModel) -> LoadedModel:
 
 
 @pytest.mark.parametrize("kept", [plain, rounded])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("kernels", "dtype"), [one for one in ONCE if one[0] != "reference"])
 def test_bits_do_not_depend_on_where_blocks_have_been(
-    dtype: str, kept: Callable[[LoadedModel], LoadedModel], loaded: Loaded
+    kernels: str, dtype: str, kept: Callable[[LoadedModel], LoadedModel], loaded: Loaded
 ) -> None:
     """A prefix hit, a copy, blocks that were swapped out and in, and a row that is computed again."""
-    model, ids = kept(loaded("deepseek_v3", dtype)), prompts(longest=100)[-1]
+    model, ids = kept(loaded("deepseek_v3", dtype, kernels)), prompts(longest=100)[-1]
     harness, first = Harness(model), Row(ids)
     harness.prefill([first], 40)
     count = len(first.blocks)

@@ -71,6 +71,11 @@ class KVShape:
         return (self.planes, self.num_layers, self.num_kv_heads, block_size, self.head_dim)
 
 
+def planes_of(latents: bool, keeps_latents_once: bool) -> int:
+    """Of the cache of a layer with latents, or without, in a back end that keeps those once, or does not."""
+    return 1 if latents and keeps_latents_once else 2
+
+
 class KVLayer(NamedTuple):
     """Where a layer of a model keeps its K and V: in which group, and as which of its layers."""
 

@@ -389,6 +389,7 @@ class Needs:
     latents: tuple[int, ...] = ()  # sizes of what is normed besides
     inputs: tuple[int, ...] = ()  # K of every kind of linear layer
     attention: tuple[AttentionShape, ...] = ()  # of each layer
+    latent_attention: tuple[AttentionShape, ...] = ()  # those of layers with latents, see `Ops.latent_write`
     adapters: bool = False
     experts: bool = False  # whether a layer has some
     vocab_size: int = 0

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.kv_cache import KVShape, planes_of
 from pagoda_worker.kernels.ops import AttentionShape, Needs, Ops
 from pagoda_worker.rows.batch import Batch, batch_of_spans
 
@@ -111,9 +111,11 @@ def _measure(shape: AttentionShape, contestants: Sequence[Ops], needs: Needs, cl
 
 
 def _cache(ops: Ops, shape: AttentionShape, needs: Needs, content: Sequence[Tensor]) -> Any:
-    """A cache of one layer, full of these keys and values."""
+    """A cache of one layer, full of these keys and values; of one plane, of these keys."""
     key, value = (part.to(ops.device, needs.dtype) for part in content)
-    kv_shape = KVShape(num_layers=1, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=needs.dtype)
+    planes = planes_of(shape in needs.latent_attention, ops.keeps_latents_once)
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    kv_shape = KVShape(num_layers=1, num_kv_heads=heads, head_dim=dim, dtype=needs.dtype, planes=planes)
     block_size = needs.block_size or ANY_BLOCK
     kv = ops.new_kv_cache(kv_shape, len(key) // block_size, block_size)
     ops.write_kv(key, value, kv, 0, torch.arange(len(key), device=ops.device))

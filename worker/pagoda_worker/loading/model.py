@@ -246,6 +246,7 @@ def decoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: DecoderSpec | 
         latents=tuple(sorted({size for layer in spec.layers for size in layer.latents})),
         inputs=tuple(sorted({inputs for _, inputs in linear_layers(spec).values()})),
         attention=tuple(layer.attention for layer in spec.layers),
+        latent_attention=tuple(layer.attention for layer in spec.layers if layer.latent is not None),
         adapters=config.takes_adapters,
         experts=any(isinstance(layer.mlp, MoeShape) for layer in spec.layers),
         vocab_size=spec.vocab_size,

@@ -14,7 +14,7 @@ from pagoda_worker.checkpoints.rope import RotaryTable
 from pagoda_worker.checkpoints.source import Source
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MoeShape, linear_layers, whole_tensors
 from pagoda_worker.checkpoints.temper import temper_table
-from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
+from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped, planes_of
 from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation, SlotRoom
 from pagoda_worker.kernels.quantized import by_rows
 from pagoda_worker.models.ends import Embedding, Head, content_of, filled
@@ -309,7 +309,7 @@ def kv_shapes(spec: DecoderSpec, dtype: torch.dtype, ops: Ops) -> list[KVShape]:
             dtype=dtype,
             window=layer.attention.window if layer.attention.causal else None,
             chunked=layer.attention.chunked,
-            planes=1 if layer.latent is not None and ops.keeps_latents_once else 2,
+            planes=planes_of(layer.latent is not None, ops.keeps_latents_once),
         )
         for layer in spec.layers
     ]

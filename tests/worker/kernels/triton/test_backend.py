@@ -75,7 +75,7 @@ class Wrong(TritonOps):
 
     def attend(self, query: torch.Tensor, *operands: Any) -> torch.Tensor:
         out = super().attend(query, *operands)
-        if self.fault == "attention":
+        if self.fault == "attention" or (self.fault == "latents" and operands[0].shape.planes == 1):
             out[-1] = 0
         in_chunks = query.shape[0] < selfcheck.LENGTH
         if in_chunks and self.fault == "chunks":
@@ -104,6 +104,16 @@ def test_a_fault_is_found_and_named(fault: str, words: str | None, monkeypatch: 
     found = selfcheck.verdict(Wrong(DEVICE, walking.tiles), replace(FEW_HEADS, adapters=True, experts=True))
     assert found.varies is None
     assert (found.wrong is None) if words is None else words in (found.wrong or "")
+
+
+def test_latents_are_tried_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Wrong, "fault", "latents")
+    ops = Wrong(DEVICE, walking.tiles)
+    assert selfcheck.verdict(ops, FEW_HEADS) == Verdict()
+    found = selfcheck.verdict(ops, replace(FEW_HEADS, latent_attention=FEW_HEADS.attention))
+    assert "attention is wrong" in (found.wrong or "")
+    monkeypatch.setattr(Wrong, "fault", "")
+    assert selfcheck.verdict(ops, replace(FEW_HEADS, latent_attention=FEW_HEADS.attention)) == Verdict()
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from pagoda_worker.kernels.flash import FlashOps, load_flash
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Needs, Ops
 from pagoda_worker.kernels.triton import load
+from pagoda_worker.kernels.triton.ops import TritonKVCache, TritonOps
 from pagoda_worker.kernels.triton.selfcheck import Verdict
 from pagoda_worker.loading.model import LoadedModel, load_model
 from pagoda_worker.rows.rows import Row
@@ -155,6 +156,25 @@ def test_the_check_passes(version: int, needs: Needs, monkeypatch: pytest.Monkey
     ops = load_flash(walking, needs)
     assert (ops.name, ops.capturable, ops.batch_invariant) == ("flash", True, True)
     assert ops.numerics.startswith({2: "flash_attn of", 3: "flash_attn_3 of"}[version])
+
+
+def test_latents_are_tried_and_measured_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "ROWS", 2)
+    monkeypatch.setattr(trial, "PROMPT", 256)
+    kept: list[int] = []
+
+    class Noting(TritonOps):
+        def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> TritonKVCache:
+            kept.append(shape.planes)
+            return super().new_kv_cache(shape, num_blocks, block_size)
+
+    ops = Noting(walking.device, walking.tiles)
+    for latents, planes in (((), 2), ((SHAPE,), 1)):
+        needs = replace(NEEDS, attention=(SHAPE,), latent_attention=latents)
+        assert not trial.problem(ops, walking, needs)
+        trial.measure([ops], needs, lambda run: 1.0)
+        assert kept == [planes, planes]
+        kept.clear()
 
 
 @pytest.mark.parametrize("version", BLOCKS)

@@ -20,28 +20,29 @@ WORD_BYTES = 4  # of neighbouring dimensions of a key, or tokens of a value
 
 @dataclass(frozen=True)
 class NativeKVCache:
-    """Per layer, keys and values in the layouts of csrc/attention.h. A block id means the same as everywhere."""
+    """By plane and layer, in the layouts of csrc/attention_cells.h. A block id means the same as everywhere.
+
+    Planes are keys and values; or keys alone, which are values, too: see `KVShape.planes`.
+    """
 
     shape: KVShape
     num_blocks: int
     block_size: int
-    keys: list[torch.Tensor] = field(repr=False)  # [num_blocks, Hkv * block_size * D] in the stored dtype
-    values: list[torch.Tensor] = field(repr=False)
-    key_scales: list[torch.Tensor] = field(repr=False)  # [num_blocks, Hkv * block_size] float32; none unless quantised
-    value_scales: list[torch.Tensor] = field(repr=False)
+    cells: list[list[torch.Tensor]] = field(repr=False)  # [num_blocks, Hkv * block_size * D] in the stored dtype
+    scales: list[list[torch.Tensor]] = field(repr=False)  # [num_blocks, Hkv * block_size] float32, if quantised
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that belongs to a block, [num_blocks, ...] each."""
-        return [*self.keys, *self.values, *self.key_scales, *self.value_scales]
+        return [layer for plane in (*self.cells, *self.scales) for layer in plane]
 
     def layer(self, index: int, table: int) -> LayerCache:
         """`table`: which of the tables that the step is given is this group's."""
         return LayerCache(
-            keys=self.keys[index],
-            values=self.values[index],
-            k_scales=self.key_scales[index] if self.shape.quantized else None,
-            v_scales=self.value_scales[index] if self.shape.quantized else None,
+            keys=self.cells[0][index],
+            values=self.cells[1][index] if self.shape.planes == 2 else None,
+            k_scales=self.scales[0][index] if self.scales else None,
+            v_scales=self.scales[1][index] if self.scales and self.shape.planes == 2 else None,
             heads=self.shape.num_kv_heads,
             dim=self.shape.head_dim,
             block_size=self.block_size,
@@ -61,21 +62,18 @@ def new_native_cache(shape: KVShape, num_blocks: int, block_size: int) -> Native
             f"kernels: native keeps keys and values in int8 for heads of up to {MAX_QUANTIZED_DIM} dimensions, "
             f"not {shape.head_dim}"
         )
-    if shape.planes != 2:
-        raise BackendError("kernels: native lays values out otherwise than keys, so it keeps both")
     tokens = shape.num_kv_heads * block_size
 
-    def layers(width: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        return [lib.pages(num_blocks, width, dtype=dtype) for _ in range(shape.num_layers)]
+    def planes(width: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+        layers = range(shape.num_layers)
+        return [[lib.pages(num_blocks, width, dtype=dtype) for _ in layers] for _ in range(shape.planes)]
 
-    keys, values = (layers(tokens * shape.head_dim, shape.stored_dtype) for _ in range(2))
-    key_scales, value_scales = (layers(tokens, SCALE_DTYPE) if shape.quantized else [] for _ in range(2))
-    return NativeKVCache(shape, num_blocks, block_size, keys, values, key_scales, value_scales)
+    cells = planes(tokens * shape.head_dim, shape.stored_dtype)
+    return NativeKVCache(shape, num_blocks, block_size, cells, planes(tokens, SCALE_DTYPE) if shape.quantized else [])
 
 
 def export_blocks(kv: NativeKVCache, block_ids: Sequence[int]) -> Blocks:
     ids = torch.tensor(block_ids, dtype=torch.int64)
-    key_layout, value_layout = _layouts(kv.shape, kv.block_size)
 
     def cells(layers: list[torch.Tensor], layout: _Layout) -> torch.Tensor:
         return torch.stack([layout.unfold(layer[ids]) for layer in layers], 1)
@@ -84,21 +82,22 @@ def export_blocks(kv: NativeKVCache, block_ids: Sequence[int]) -> Blocks:
         return torch.stack([layer[ids].view(len(ids), kv.shape.num_kv_heads, kv.block_size) for layer in layers], 1)
 
     size = (len(ids), -1, kv.shape.num_kv_heads, kv.block_size, kv.shape.head_dim)
-    both = [cells(kv.keys, key_layout).view(size), cells(kv.values, value_layout).view(size)]
-    quantized = torch.stack((scales(kv.key_scales), scales(kv.value_scales)), 1) if kv.shape.quantized else None
-    return Blocks(cells=torch.stack(both, 1), scales=quantized)
+    layouts = _layouts(kv.shape, kv.block_size)
+    planes = [cells(plane, layout).view(size) for plane, layout in zip(kv.cells, layouts, strict=False)]
+    quantized = torch.stack([scales(plane) for plane in kv.scales], 1) if kv.shape.quantized else None
+    return Blocks(cells=torch.stack(planes, 1), scales=quantized)
 
 
 def import_blocks(kv: NativeKVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
     blocks.check(kv.shape, kv.block_size, len(block_ids))
     ids = torch.tensor(block_ids, dtype=torch.int64)
-    for kind, (layers, layout) in enumerate(zip((kv.keys, kv.values), _layouts(kv.shape, kv.block_size), strict=True)):
+    for plane, (layers, layout) in enumerate(zip(kv.cells, _layouts(kv.shape, kv.block_size), strict=False)):
         for index, layer in enumerate(layers):
-            layer[ids] = layout.fold(blocks.cells[:, kind, index])
+            layer[ids] = layout.fold(blocks.cells[:, plane, index])
     if blocks.scales is not None:
-        for kind, layers in enumerate((kv.key_scales, kv.value_scales)):
+        for plane, layers in enumerate(kv.scales):
             for index, layer in enumerate(layers):
-                layer[ids] = blocks.scales[:, kind, index].flatten(1)
+                layer[ids] = blocks.scales[:, plane, index].flatten(1)
 
 
 @dataclass(frozen=True)

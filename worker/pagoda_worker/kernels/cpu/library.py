@@ -23,7 +23,7 @@ from pagoda_worker.kernels.quantized import QuantizedWeight, exponents
 
 # Raised, here and in csrc/pagoda.cpp, when a function or a struct of the library changes: one of another build is then
 # refused. What changes bits raises `numerics.NUMERICS_VERSION` instead.
-ABI = 15
+ABI = 16
 LEVELS = tuple(level.name for level in build.LEVELS)
 PANEL = 32  # columns of a packed panel
 FLOAT_LEVELS = 2  # of `QuantForm.levels`

@@ -91,7 +91,7 @@ class NativeOps:
     batch_invariant = True
     own_threads = True
     integer_linear = True
-    keeps_latents_once = False  # keys and values lie in different orders
+    keeps_latents_once = True
     lookback = 31  # attention begins where 32 keys do
     device = torch.device("cpu")
 
@@ -288,7 +288,8 @@ class NativeOps:
         return q.view(len(q), -1, dim)
 
     def write_kv(self, key: Tensor, value: Tensor, kv: NativeKVCache, layer: int, kv_indices: Tensor) -> None:
-        self._write(torch.cat((key.flatten(1), value.flatten(1)), 1), kv, layer, kv_indices)
+        kept = (key.flatten(1), value.flatten(1))[: kv.shape.planes]
+        self._write(torch.cat(kept, 1), kv, layer, kv_indices)
 
     def _write(  # noqa: PLR0913 - the operands of one kernel
         self,
@@ -301,7 +302,7 @@ class NativeOps:
         positions: Tensor | None = None,
     ) -> Tensor:
         head_dim, num_kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
-        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        num_heads = qkv.shape[1] // head_dim - kv.shape.planes * num_kv_heads
         q = self._tape.buffer(qkv.shape[0], num_heads * head_dim, torch.bfloat16)
         weight, eps, whole = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.whole)
         cos, sin = tables

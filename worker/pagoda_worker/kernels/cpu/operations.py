@@ -72,7 +72,7 @@ class Linear(NamedTuple):
 
 class LayerCache(NamedTuple):
     keys: Tensor
-    values: Tensor
+    values: Tensor | None
     k_scales: Tensor | None
     v_scales: Tensor | None
     heads: int

@@ -14,7 +14,7 @@ import torch
 
 from pagoda_proto.params import SamplingParams
 from pagoda_worker.kernels.cpu.native import FLOAT_FORM, FORMS, GROUP, NativeOps
-from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.kv_cache import KVShape, planes_of
 from pagoda_worker.kernels.kv_cache import quantize as quantize_kv
 from pagoda_worker.kernels.ops import ACTIVATIONS, CLAMPED, AttentionShape, Expert, Ops, Rotation
 from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, by_rows, quantize
@@ -27,6 +27,7 @@ from pagoda_worker.sampling import sampler
 
 ROWS, HIDDEN, OUT, BLOCK = 13, 96, 80, 16
 HEADS, KV_HEADS, DIM = 6, 2, 32
+LATENT_DIM, TURNS = 96, 32  # more than are laid out at a time
 TOLERANCE = 0.03  # bfloat16 results of magnitude about 1
 VOCAB = 3001
 MANNERS = (
@@ -145,20 +146,28 @@ def _pointwise_problem(ops: NativeOps, generator: torch.Generator) -> str | None
 
 
 def _attention_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
-    return (
-        _cut_problem(ops, generator, quantized=False)
-        or _cut_problem(ops, generator, quantized=True)
-        or _blocks_problem(ops, generator)
-    )
+    found = (_cut_problem(ops, generator, over, shape) for over, shape in _kept(ops).items())
+    return next(filter(None, found), None) or _blocks_problem(ops, generator)
 
 
-def _cut_problem(ops: NativeOps, generator: torch.Generator, quantized: bool) -> str | None:
-    length, over = 2 * BLOCK + 5, " over int8" if quantized else ""
-    qkv = torch.randn(length, (HEADS + 2 * KV_HEADS) * DIM, generator=generator).bfloat16()
-    together = _attend(ops, qkv, [length], quantized)
-    if _differs(together, _attend(ReferenceOps(ops.device), qkv.double(), [length], quantized)):
+def _kept(ops: NativeOps) -> dict[str, KVShape]:
+    """What attention goes over, by how that is said."""
+    plain = KVShape(num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.bfloat16)
+    planes = planes_of(True, ops.keeps_latents_once)
+    latents = dataclasses.replace(plain, num_kv_heads=1, head_dim=LATENT_DIM, planes=planes)
+    both = {"": plain, " over latents": latents}
+    return both | {f"{over} over int8": dataclasses.replace(one, quantized=True) for over, one in both.items()}
+
+
+def _cut_problem(ops: NativeOps, generator: torch.Generator, over: str, kept: KVShape) -> str | None:
+    length = 2 * BLOCK + 5
+    width = (HEADS + kept.planes * kept.num_kv_heads) * kept.head_dim
+    lines = torch.randn(length, width, generator=generator).bfloat16()
+    together = _attend(ops, lines, [length], kept)
+    wide = dataclasses.replace(kept, dtype=torch.float64)
+    if _differs(together, _attend(ReferenceOps(ops.device), lines.double(), [length], wide)):
         return f"attention{over} is wrong"
-    if not torch.equal(_attend(ops, qkv, [BLOCK + 3] + [1] * (length - BLOCK - 3), quantized), together):
+    if not torch.equal(_attend(ops, lines, [BLOCK + 3] + [1] * (length - BLOCK - 3), kept), together):
         return f"attention{over} depends on how a prompt is cut"
     return None
 
@@ -215,18 +224,27 @@ def _blocks_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
     return None
 
 
-def _attend(ops: Ops, qkv: torch.Tensor, chunks: list[int], quantized: bool) -> torch.Tensor:
+def _columns(dim: int) -> tuple[slice, slice, slice]:
+    """Of queries, of a latent and of what turns of its key."""
+    return slice(0, HEADS * dim), slice(HEADS * dim, -TURNS), slice(-TURNS, None)
+
+
+def _attend(ops: Ops, lines: torch.Tensor, chunks: list[int], kept: KVShape) -> torch.Tensor:
     """One row, computed in chunks of these sizes, through rotation, cache and attention."""
-    shape = KVShape(num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=qkv.dtype, quantized=quantized)
-    attention = AttentionShape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, scale=DIM**-0.5)
-    angles = torch.linspace(0, 6, len(qkv))[:, None] * torch.linspace(1, 0.1, DIM // 2)
-    kv = ops.new_kv_cache(shape, 4, BLOCK)
+    heads, dim = kept.num_kv_heads, kept.head_dim
+    attention = AttentionShape(num_heads=HEADS, num_kv_heads=heads, head_dim=dim, scale=dim**-0.5)
+    angles = torch.linspace(0, 6, len(lines))[:, None] * torch.linspace(1, 0.1, dim // 2)
+    kv = ops.new_kv_cache(kept, 4, BLOCK)
     outputs, start = [], 0
     for size in chunks:
         batch = batch_of_spans([(start, start + size)], torch.arange(3, dtype=torch.int32)[None])
         positions = batch.positions
-        part = qkv[start : start + size].clone()
-        query = ops.rope_write(part, Rotation(angles.cos(), angles.sin(), positions), None, kv, 0, positions)
+        part, rotation = lines[start : start + size].clone(), Rotation(angles.cos(), angles.sin(), positions)
+        if kept.planes == 1:
+            query, latent, turning = (part[:, columns].contiguous() for columns in _columns(dim))
+            query = ops.latent_write(query, latent, turning, rotation, kv, 0, positions)
+        else:
+            query = ops.rope_write(part, rotation, None, kv, 0, positions)
         outputs.append(ops.attend(query, kv, 0, ops.plan(batch, kv), attention).clone())
         start += size
     return torch.cat(outputs)

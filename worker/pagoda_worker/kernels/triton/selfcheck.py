@@ -15,7 +15,7 @@ import torch
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import NewRow
-from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.kv_cache import KVShape, planes_of
 from pagoda_worker.kernels.ops import (
     Added,
     AttentionShape,
@@ -151,9 +151,10 @@ def _experts_verdict(ops: TritonOps, dtype: torch.dtype, generator: torch.Genera
 
 def _attention_verdict(ops: TritonOps, needs: Needs, generator: torch.Generator) -> Verdict:
     for shape in dict.fromkeys(needs.attention or (_any_shape(needs),)):
-        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        planes = planes_of(shape in needs.latent_attention, ops.keeps_latents_once)
+        width = (shape.num_heads + planes * shape.num_kv_heads) * shape.head_dim
         qkv = torch.randn(LENGTH, width, generator=generator).to(needs.dtype)
-        found = _verdict_of(ops, shape, needs.block_size or BLOCK, qkv)
+        found = _verdict_of(ops, shape, needs.block_size or BLOCK, qkv, planes)
         if found != Verdict():
             return found
     return Verdict()
@@ -164,11 +165,11 @@ def _any_shape(needs: Needs) -> AttentionShape:
     return AttentionShape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=dim, scale=dim**-0.5)
 
 
-def _verdict_of(ops: TritonOps, shape: AttentionShape, block_size: int, qkv: torch.Tensor) -> Verdict:
+def _verdict_of(ops: TritonOps, shape: AttentionShape, block_size: int, qkv: torch.Tensor, planes: int) -> Verdict:
     walking, plain = ops.with_tiles(replace(ops.tiles, fill=0)), ReferenceOps(CPU)
-    row = _written(ops, qkv, shape, block_size)
+    row = _written(ops, qkv, shape, block_size, planes)
     whole = _attend(walking, *row, shape, [(0, LENGTH)])
-    if _differs(whole, _attend(plain, *_written(plain, qkv.double(), shape, block_size), shape, [(0, LENGTH)])):
+    if _differs(whole, _attend(plain, *_written(plain, qkv.double(), shape, block_size, planes), shape, [(0, LENGTH)])):
         return Verdict(f"attention is wrong ({shape})")
     expected = torch.cat([whole[start:end] for start, end in CHUNKS])
     splitting = ops.with_tiles(replace(ops.tiles, fill=1 << 30))
@@ -181,10 +182,13 @@ def _verdict_of(ops: TritonOps, shape: AttentionShape, block_size: int, qkv: tor
     return Verdict()
 
 
-def _written(ops: Ops, qkv: torch.Tensor, attention: AttentionShape, block_size: int) -> tuple[torch.Tensor, Any]:
-    """One row of LENGTH, turned: its queries, and a cache of its keys and values."""
+def _written(
+    ops: Ops, qkv: torch.Tensor, attention: AttentionShape, block_size: int, planes: int
+) -> tuple[torch.Tensor, Any]:
+    """One row of LENGTH, turned: its queries, and a cache of its keys and values, or of keys that are both."""
     device, dim = ops.device, attention.head_dim
-    shape = KVShape(num_layers=1, num_kv_heads=attention.num_kv_heads, head_dim=dim, dtype=qkv.dtype)
+    heads = attention.num_kv_heads
+    shape = KVShape(num_layers=1, num_kv_heads=heads, head_dim=dim, dtype=qkv.dtype, planes=planes)
     angles = (torch.linspace(0, 6, LENGTH)[:, None] * torch.linspace(1, 0.1, dim // 2)).to(device)
     kv, everything = ops.new_kv_cache(shape, -(-LENGTH // block_size), block_size), torch.arange(LENGTH, device=device)
     turned = Rotation(angles.cos(), angles.sin(), everything)

@@ -7,7 +7,7 @@
 // same order by the same arithmetic (see shares.h).
 #pragma once
 
-#include "attention_cells.h"
+#include "attention_once.h"
 
 namespace PAGODA_NS {
 
@@ -31,41 +31,41 @@ PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows,
     }
 }
 
-// What is read a little later, at the same place of each group.
+// What is read a little later, at the same place of each group, and `once`.
 template <int GROUPS>
-PAGODA_INLINE void fetch(const uint32_t* const* ahead, size_t words) {
+PAGODA_INLINE void fetch(const uint32_t* const* ahead, size_t words, bool once) {
 #pragma GCC unroll 8
-  for (int g = 0; g < GROUPS; ++g) prefetch_once(ahead[g] + words);
+  for (int g = 0; g < GROUPS; ++g) prefetch_once(ahead[g] + words, once);
 }
 
 // Queries times keys, so many words of each. With few registers this is a function of its own, to have all of them.
 template <typename NUMBERS, int ROWS, int GROUPS>
-PAGODA_INLINE void multiply_inline(const void* q, const uint32_t* const* keys, const uint32_t* const* ahead, int words,
+PAGODA_INLINE void multiply_inline(const void* q, const uint32_t* const* keys, const uint32_t* const* ahead, int words, bool once,
                                    typename NUMBERS::Sum (&acc)[ROWS][GROUPS]) {
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; ++g) acc[r][g] = typename NUMBERS::Sum{};
   tile<NUMBERS>(Rows<ROWS, sizeof(Operands<NUMBERS>::q[0])>(q), keys, 16, words, acc,
-                [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * 16); });
+                [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * 16, once); });
 }
 template <typename NUMBERS, int ROWS>
 static __attribute__((noinline)) void multiply_apart(const void* q, const uint32_t* keys, const uint32_t* ahead, int words,
-                                                     typename NUMBERS::Value* products) {
+                                                     bool once, typename NUMBERS::Value* products) {
   typename NUMBERS::Sum acc[ROWS][1];
-  multiply_inline<NUMBERS>(q, &keys, &ahead, words, acc);
+  multiply_inline<NUMBERS>(q, &keys, &ahead, words, once, acc);
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) store(products + 16 * r, acc[r][0]);
 }
 template <typename NUMBERS, int ROWS, int GROUPS>
-PAGODA_INLINE void multiply(const void* q, const uint32_t* const* keys, const uint32_t* const* ahead, int words,
+PAGODA_INLINE void multiply(const void* q, const uint32_t* const* keys, const uint32_t* const* ahead, int words, bool once,
                             typename NUMBERS::Sum (&acc)[ROWS][GROUPS]) {
   if constexpr (GROUPS == 1) {
     alignas(64) typename NUMBERS::Value products[16 * ROWS];
-    multiply_apart<NUMBERS, ROWS>(q, keys[0], ahead[0], words, products);
+    multiply_apart<NUMBERS, ROWS>(q, keys[0], ahead[0], words, once, products);
     for (int r = 0; r < ROWS; ++r) acc[r][0] = load(products + 16 * r);
   } else {
-    multiply_inline<NUMBERS>(q, keys, ahead, words, acc);
+    multiply_inline<NUMBERS>(q, keys, ahead, words, once, acc);
   }
 }
 
@@ -85,7 +85,7 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
     ahead[g] = s.keys.ahead[group[g]];
   }
   typename NUMBERS::Sum acc[ROWS][GROUPS];
-  multiply<NUMBERS>(operands(s, NUMBERS()).q[v.line], keys, ahead, a.kv.dim / NUMBERS::IN_WORD, acc);
+  multiply<NUMBERS>(operands(s, NUMBERS()).q[v.line], keys, ahead, a.kv.dim / NUMBERS::IN_WORD, !kept_once(a), acc);
   const bool seen_by_all =
       t + 16 * GROUPS <= end_seen(a, position[0], s.length) && (!a.window || t > position[ROWS - 1] - a.window);
   const bool plain = seen_by_all && a.softcap == 0.0f && !s.bias;
@@ -123,7 +123,7 @@ PAGODA_INLINE void probabilities(const View& v, int r, AttentionScratch& s, cons
   for (int i = v.first - v.from; i < v.last - v.from; i += 16)
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) {
-      Bf16::Number* probs = &s.pairs.probs[r + n][i];
+      Bf16::Number* probs = &s.pairs.probs[v.probs + r + n][i];
       store_left(probs, exp(load(&s.scores[r + n][i]) - shift[n]));
       total[n] = total[n] + load_left(probs);
     }
@@ -150,8 +150,8 @@ PAGODA_INLINE void probabilities(const View& v, int r, AttentionScratch& s, cons
   for (int n = 0; n < N; ++n) {
     const float largest = max_lane(most[n]) + sum(poison[n]);
     const f16 factor = short_factor(largest);
-    s.prob_scales[r + n] = largest / LARGEST_SHORT;
-    for (int i = begin; i < end; i += 16) store_shorts(&s.fours.probs[r + n][i], load(&s.scores[r + n][i]) * factor);
+    s.prob_scales[v.probs + r + n] = largest / LARGEST_SHORT;
+    for (int i = begin; i < end; i += 16) store_shorts(&s.fours.probs[v.probs + r + n][i], load(&s.scores[r + n][i]) * factor);
   }
 }
 
@@ -181,26 +181,27 @@ PAGODA_INLINE void merge_values(float* run, f16 split, float scale_old, float sc
 // Probabilities of a split times its values, for GROUPS x 16 dims from `dim_first` on, into the running accumulators, or
 // into `part` as they are.
 template <typename NUMBERS, int ROWS, int GROUPS>
-static void split_values(const AttentionArgs& a, const View& v, int dim_first, const float* scale_old, const float* scale_new,
-                         const Part* part, AttentionScratch& s) {
+static __attribute__((noinline)) void split_values(const AttentionArgs& a, const View& v, int dim_first, const Part* part, AttentionScratch& s) {
   constexpr int IN_WORD = NUMBERS::IN_WORD;
   typename NUMBERS::Sum acc[ROWS][GROUPS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; ++g) acc[r][g] = typename NUMBERS::Sum{};
-  auto& probs = operands(s, NUMBERS()).probs;
+  const auto* probs = operands(s, NUMBERS()).probs + v.probs;
+  const size_t stride = s.values.stride;
+  const bool once = !kept_once(a);
   for (int t = v.first; t < v.last; t += 16) {
     const int group = (t - v.from) / 16, words = v.last - t < 16 ? (v.last - t + IN_WORD - 1) / IN_WORD : 16 / IN_WORD;
     const uint32_t* groups[GROUPS];
     const uint32_t* ahead[GROUPS];
     for (int g = 0; g < GROUPS; ++g) {
-      const int d = dim_first + (dim_first + 16 * g < a.kv.dim ? 16 * g : 0);
+      const int d = dim_first + (dim_first + 16 * g < a.kv.dim ? 16 * g : 0) - s.values.first_dim;
       groups[g] = s.values.words[group] + d;
       ahead[g] = s.values.ahead[group] + d;
     }
-    tile<NUMBERS>(Rows<ROWS, sizeof probs[0]>(&probs[0][t - v.from]), groups, (size_t)a.kv.dim, words, acc,
-                  [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * a.kv.dim); });
+    tile<NUMBERS>(Rows<ROWS, sizeof probs[0]>(&probs[0][t - v.from]), groups, stride, words, acc,
+                  [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * stride, once); });
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
@@ -208,15 +209,16 @@ static void split_values(const AttentionArgs& a, const View& v, int dim_first, c
     for (int g = 0; g < GROUPS; ++g)
       if (const int d = dim_first + 16 * g; d < a.kv.dim) {
         f16 x = to_float(acc[r][g]);
-        if constexpr (NUMBERS::WHOLE) x = x * set1(s.prob_scales[r]);
+        if constexpr (NUMBERS::WHOLE) x = x * set1(s.prob_scales[v.probs + r]);
         if (part) store(part->values + (size_t)(v.line + r) * a.kv.dim + d, x);
-        else merge_values(&s.acc[v.line + r][d], x, scale_old[r], scale_new[r]);
+        else merge_values(&s.acc[v.line + r][d], x, s.scale_old[v.line + r], s.scale_new[v.line + r]);
       }
 }
 
 // Largest scores and sums of a split beside the running ones of `rows` lines from `line` on; by what values are scaled then.
-PAGODA_INLINE void merge_sums(AttentionScratch& s, int line, int rows, float (&top)[16], const float (&total)[16],
-                              float (&scale_old)[16], float (&scale_new)[16]) {
+// Tiles ascend, so what is left behind the scales of one is of the next.
+PAGODA_INLINE void merge_sums(AttentionScratch& s, int line, int rows, float (&top)[16], const float (&total)[16]) {
+  float *scale_old = s.scale_old + line, *scale_new = s.scale_new + line;
   float old_top[16] = {};
   memcpy(old_top, s.top + line, sizeof(float) * (size_t)rows);
   const f16 merged = max(load(old_top), load(top));
@@ -231,19 +233,19 @@ PAGODA_INLINE void merge_sums(AttentionScratch& s, int line, int rows, float (&t
 
 // What a tile of lines made of a split, beside what they made of those before it.
 static void merge_tile(const AttentionArgs& a, int line, int rows, const Part& part, AttentionScratch& s) {
-  float top[16] = {}, total[16] = {}, scale_old[16], scale_new[16];
+  float top[16] = {}, total[16] = {};
   memcpy(top, part.top + line, sizeof(float) * (size_t)rows);
   memcpy(total, part.sum + line, sizeof(float) * (size_t)rows);
-  merge_sums(s, line, rows, top, total, scale_old, scale_new);
+  merge_sums(s, line, rows, top, total);
   for (int r = 0; r < rows; ++r)
     for (int d = 0; d < a.kv.dim; d += 16)
-      merge_values(&s.acc[line + r][d], load(part.values + (size_t)(line + r) * a.kv.dim + d), scale_old[r], scale_new[r]);
+      merge_values(&s.acc[line + r][d], load(part.values + (size_t)(line + r) * a.kv.dim + d), s.scale_old[line + r],
+                   s.scale_new[line + r]);
 }
 
 // Scores of a tile of lines -> probabilities, and their sums to `part` or beside the running ones.
 template <typename NUMBERS>
-PAGODA_INLINE void tile_softmax(const View& v, int rows, const Part* part, AttentionScratch& s, float (&scale_old)[16],
-                                float (&scale_new)[16]) {
+PAGODA_INLINE void tile_softmax(const View& v, int rows, const Part* part, AttentionScratch& s) {
   float top[16] = {}, total[16] = {};
   for (int r = 0; r + 1 < rows; r += 2) split_softmax<NUMBERS, 2>(v, r, s, top + r, total + r);
   if (rows % 2) split_softmax<NUMBERS, 1>(v, rows - 1, s, top + rows - 1, total + rows - 1);
@@ -251,24 +253,27 @@ PAGODA_INLINE void tile_softmax(const View& v, int rows, const Part* part, Atten
     memcpy(part->top + v.line, top, sizeof(float) * (size_t)rows);
     memcpy(part->sum + v.line, total, sizeof(float) * (size_t)rows);
   } else {
-    merge_sums(s, v.line, rows, top, total, scale_old, scale_new);
+    merge_sums(s, v.line, rows, top, total);
   }
 }
 
-// A tile of lines over a split, into the running accumulators or into `part`.
+// A tile of lines over a split: the probabilities of its tokens.
 template <typename NUMBERS, int ROWS>
-static void attend_tile(const AttentionArgs& a, const View& v, const Part* part, AttentionScratch& s) {
-  float scale_old[16], scale_new[16];
+static void weigh_tile(const AttentionArgs& a, const View& v, const Part* part, AttentionScratch& s) {
   split_scores<NUMBERS, ROWS>(a, v, s);
-  tile_softmax<NUMBERS>(v, ROWS, part, s, scale_old, scale_new);
+  tile_softmax<NUMBERS>(v, ROWS, part, s);
+}
+
+// These times dims [d, end) of its values, into the running accumulators or into `part`.
+template <typename NUMBERS, int ROWS>
+static void gain_tile(const AttentionArgs& a, const View& v, int d, int end, const Part* part, AttentionScratch& s) {
   // Few rows leave registers for wide tiles, which read values as one stream instead of in several passes.
-  int d = 0;
   if constexpr (ROWS * 8 <= ACCUMULATORS)
-    for (; d + 128 <= a.kv.dim; d += 128) split_values<NUMBERS, ROWS, 8>(a, v, d, scale_old, scale_new, part, s);
+    for (; d + 128 <= end; d += 128) split_values<NUMBERS, ROWS, 8>(a, v, d, part, s);
   if constexpr (ROWS * 4 <= ACCUMULATORS)
-    for (; d + 64 <= a.kv.dim; d += 64) split_values<NUMBERS, ROWS, 4>(a, v, d, scale_old, scale_new, part, s);
+    for (; d + 64 <= end; d += 64) split_values<NUMBERS, ROWS, 4>(a, v, d, part, s);
   constexpr int GROUPS = groups_of(ROWS, 2);
-  for (; d < a.kv.dim; d += 16 * GROUPS) split_values<NUMBERS, ROWS, GROUPS>(a, v, d, scale_old, scale_new, part, s);
+  for (; d < end; d += 16 * GROUPS) split_values<NUMBERS, ROWS, GROUPS>(a, v, d, part, s);
 }
 
 }  // namespace PAGODA_NS
@@ -288,16 +293,36 @@ PAGODA_INLINE Splits splits_between(const AttentionArgs& a, int first_position, 
   return {first_seen(a, first_position) / SPLIT, (end_seen(a, last_position, length) - 1) / SPLIT + 1};
 }
 
+PAGODA_INLINE int tiles_of(const AttentionArgs& a, int count) {
+  const int most = by_tiles(a) ? TILE_LINES : MAX_ROWS;
+  return (count + most - 1) / most;
+}
+
 // Calls f(view, rows) for the tiles of `count` gathered lines that see something of the split that begins at `from`.
 // Positions ascend, so a tile sees no less of the end than the one before it, and no more of the beginning.
 template <typename F>
 PAGODA_INLINE void each_tile(const AttentionArgs& a, const AttentionScratch& s, int count, int from, F&& f) {
-  const int most = by_tiles(a) ? TILE_LINES : MAX_ROWS, tiles = (count + most - 1) / most;
+  const int tiles = tiles_of(a, count);
   for (int t = 0; t < tiles; ++t) {
     const int line = count * t / tiles, next = count * (t + 1) / tiles;
     const int seen = first_seen(a, s.position[line]), after = end_seen(a, s.position[next - 1], s.length);
-    const View v{line, from, seen > from ? seen : from, after < from + SPLIT ? after : from + SPLIT};
+    const View v{line, from, seen > from ? seen : from, after < from + SPLIT ? after : from + SPLIT, kept_once(a) ? line : 0};
     if (v.first < v.last) f(v, next - line);
+  }
+}
+
+// The tiles of `count` gathered lines over groups [first, last) of the split that begins at `from`, by weigh(view, rows) and
+// gain(view, rows, first dim, last dim).
+template <typename WEIGH, typename GAIN>
+PAGODA_INLINE void attend_tiles(const AttentionArgs& a, int count, int from, int first, int last, int end, AttentionScratch& s,
+                                WEIGH&& weigh, GAIN&& gain) {
+  if (!kept_once(a))
+    return each_tile(a, s, count, from, [&](const View& v, int rows) { weigh(v, rows), gain(v, rows, 0, a.kv.dim); });
+  each_tile(a, s, count, from, weigh);
+  for (int d = 0; d < a.kv.dim; d += LAID_DIMS) {
+    const int after = d + LAID_DIMS < a.kv.dim ? d + LAID_DIMS : a.kv.dim;
+    lay_from(a, d, first, last, end - from, by_tiles(a), s);
+    each_tile(a, s, count, from, [&](const View& v, int rows) { gain(v, rows, d, after); });
   }
 }
 
@@ -306,19 +331,33 @@ static void attend_split(const AttentionArgs& a, int count, const int32_t* table
                          AttentionScratch& s) {
   const int begin = first_seen(a, s.position[0]), end = end_seen(a, s.position[count - 1], s.length), from = split * SPLIT;
   const int low = begin > from ? begin - from : 0, high = end - from < SPLIT ? end - from : SPLIT;
+  s.laid.next = SPLIT_GROUPS;  // nothing is to be laid out, unless somebody says so
   locate(a, table, head, from, low / 16, (high + 15) / 16, end, s.keys, s.values);
 #ifdef __AMX_BF16__
   if (by_tiles(a)) {
-    gather_chunks(a, from, low / 16, (high + 15) / 16, end, s);
-    return each_tile(a, s, count, from, [&](const View& v, int rows) { attend_by_tiles(a, v, rows, part, s); });
+    const int many = tiles_of(a, count);
+    const Tiles tiles((count + many - 1) / many);  // of which some tiles may ask for one less
+    if (!kept_once(a)) gather_chunks(a, from, low / 16, (high + 15) / 16, end, s);
+    return attend_tiles(
+        a, count, from, low / 16, (high + 15) / 16, end, s,
+        [&](const View& v, int rows) { weigh_by_tiles(a, v, rows, part, s); },
+        [&](const View& v, int rows, int d, int after) { gain_by_tiles(a, v, rows, d, after, part, s); });
   }
 #endif
-  each_tile(a, s, count, from, [&](const View& v, int rows) {
-    with_rows<MAX_ROWS>(rows, [&](auto rows) {
-      if (a.kv.k_scales) attend_tile<Int16Bytes, decltype(rows)::value>(a, v, part, s);
-      else attend_tile<Bf16, decltype(rows)::value>(a, v, part, s);
-    });
-  });
+  attend_tiles(
+      a, count, from, low / 16, (high + 15) / 16, end, s,
+      [&](const View& v, int rows) {
+        with_rows<MAX_ROWS>(rows, [&](auto rows) {
+          if (a.kv.k_scales) weigh_tile<Int16Bytes, decltype(rows)::value>(a, v, part, s);
+          else weigh_tile<Bf16, decltype(rows)::value>(a, v, part, s);
+        });
+      },
+      [&](const View& v, int rows, int d, int after) {
+        with_rows<MAX_ROWS>(rows, [&](auto rows) {
+          if (a.kv.k_scales) gain_tile<Int16Bytes, decltype(rows)::value>(a, v, d, after, part, s);
+          else gain_tile<Bf16, decltype(rows)::value>(a, v, d, after, part, s);
+        });
+      });
 }
 
 // Items of one row and kv head: its lines, token by token, by LINES.

@@ -5,6 +5,7 @@
 //   values  [block][kv head][block_size/2][head_dim]          pairs of neighbouring tokens
 // In int8 the same with fours instead of pairs, and every token has a scale:
 //   scales  [block][kv head][block_size]
+// Where values are keys, too, they are kept as keys; see attention_once.h.
 //
 // Keys and values in int8 are multiplied in whole numbers. What they meet is rounded to 16 bits, a query by its largest
 // number and the probabilities of a split, times the scales of the values, by the largest of these: finer than bf16 is
@@ -24,6 +25,7 @@ constexpr int TILE_LINES = TILE_ROWS;  // at most of what is computed together
 constexpr int TILE_LINES = MAX_ROWS;
 #endif
 constexpr int AHEAD = 4;   // groups of keys between the one computed with and the one prefetched
+constexpr int LAID_DIMS = 64;  // of values that are laid out at a time
 constexpr float MASKED = -1e30f;
 constexpr float LARGEST_SHORT = 32767.0f;
 
@@ -42,12 +44,14 @@ struct Cells {
   const uint32_t* words[SPLIT_GROUPS];
   const uint32_t* ahead[SPLIT_GROUPS];  // what is read a little later. Blocks lie anywhere: the hardware cannot foresee it
   const float* scales[SPLIT_GROUPS];
+  int first_dim;  // of values: the one that words and ahead begin with,
+  size_t stride;  // and words from some tokens' to the next ones'
 };
 
 // What meets keys and values, as tiles of NUMBERS read it.
 template <typename NUMBERS>
 struct Operands {
-  typename NUMBERS::Number q[LINES][MAX_DIM], probs[TILE_LINES][SPLIT];
+  typename NUMBERS::Number q[LINES][MAX_DIM], probs[LINES][SPLIT];
 };
 
 #ifdef __AMX_BF16__
@@ -61,6 +65,13 @@ struct Chunks {
 };
 #endif
 
+// Values of a split that lie as keys, laid out as values; see attention_once.h.
+struct Laid {
+  int next, last;  // the group that is laid out next, and the one after the last that has tokens
+  int tokens;      // of the split, that are there
+  alignas(64) uint32_t words[SPLIT / 2 * LAID_DIMS];
+};
+
 // A line is one (token, head of the group). Its queries lie `lda` apart only within a token, so lines are gathered.
 struct AttentionScratch {
   Operands<Bf16> pairs;
@@ -68,10 +79,12 @@ struct AttentionScratch {
   int position[LINES];
   int length;         // of the row, in tokens
   const float* bias;  // of the head, at the key that is the query itself; or null
-  float query_scales[LINES], prob_scales[TILE_LINES];  // of fours
+  float query_scales[LINES], prob_scales[LINES];  // of fours
   float scores[TILE_LINES][SPLIT], peaks[TILE_LINES][16];
   float acc[LINES][MAX_DIM], top[LINES], sum[LINES];  // running, of each line
+  float scale_old[LINES + 16], scale_new[LINES + 16];  // of each line, what its acc and its sums of a split are merged by
   Cells keys, values;
+  Laid laid;
 #ifdef __AMX_BF16__
   Chunks chunks;
 #endif
@@ -82,6 +95,7 @@ PAGODA_INLINE Operands<Int16Bytes>& operands(AttentionScratch& s, Int16Bytes) { 
 // Tokens [first, last) of the split that begins at `from`: what the lines [line, line + rows) of a tile see of it.
 struct View {
   int line, from, first, last;
+  int probs;  // the first of its rows of Operands::probs
 };
 
 // After the last token that somebody at `position` in a row of `length` tokens sees.
@@ -98,22 +112,34 @@ PAGODA_INLINE const uint32_t* stored(const AttentionArgs& a, const void* cache, 
   return (const uint32_t*)((const char*)cache + place * a.kv.dim * (a.kv.k_scales ? 1 : 2));
 }
 
+// Whether values are keys, and not kept beside them.
+PAGODA_INLINE bool kept_once(const AttentionArgs& a) { return !a.kv.values; }
+
 // Finds groups [first, last) of the split that begins at `from`, of a context of `end` tokens.
 static void locate(const AttentionArgs& a, const int32_t* table, int head, int from, int first, int last, int end,
                    Cells& keys, Cells& values) {
+  const bool once = kept_once(a);
+  values.first_dim = 0;
+  values.stride = (size_t)a.kv.dim;
   for (int g = first; g < last; ++g) {
     const size_t at = place(a, table, head, from + 16 * g);
     keys.words[g] = stored(a, a.kv.keys, at);
-    values.words[g] = stored(a, a.kv.values, at);
+    values.words[g] = once ? keys.words[g] : stored(a, a.kv.values, at);
     if (!a.kv.k_scales) continue;
     keys.scales[g] = a.kv.k_scales + at;
-    values.scales[g] = a.kv.v_scales + at;
+    values.scales[g] = once ? keys.scales[g] : a.kv.v_scales + at;
   }
+  const auto next = [&](int group, const uint32_t* none) {  // of the next split
+    const int token = from + SPLIT + 16 * group;
+    return token < end ? stored(a, a.kv.keys, place(a, table, head, token)) : none;
+  };
   for (int g = first; g < last; ++g) {  // after the keys come the values, and then the keys of the next split
-    const int over = g + AHEAD - last, token = from + SPLIT + 16 * over;
-    const bool inside = over < 0, more = token < end;
-    keys.ahead[g] = inside ? keys.words[g + AHEAD] : values.words[first + over < last ? first + over : first];
-    values.ahead[g] = inside ? values.words[g + AHEAD] : more ? stored(a, a.kv.keys, place(a, table, head, token)) : values.words[g];
+    const int over = g + AHEAD - last;
+    const bool inside = over < 0;
+    const uint32_t* near = inside ? keys.words[g + AHEAD] : values.words[first + over < last ? first + over : first];
+    // Keys that are values, too, are near by the time they are values: so both times some of the next ones are fetched.
+    keys.ahead[g] = once && g % 2 == 0 ? next(g, near) : near;
+    values.ahead[g] = once ? next(g, keys.words[g]) : inside ? values.words[g + AHEAD] : next(over, values.words[g]);
   }
 }
 

@@ -31,6 +31,13 @@ static void gather_chunks(const AttentionArgs& a, int from, int first, int last,
   }
 }
 
+// Of values that are keys, what comes from memory is fetched as far as the caches that all of it has room in: so fast is the
+// arithmetic that requests for the nearest one, which can wait for few at once, would hold up its own reads.
+PAGODA_INLINE void fetch_by_tiles(const AttentionArgs& a, const void* p) {
+  if (kept_once(a)) prefetch_later(p);
+  else prefetch_once(p);
+}
+
 // Scores of `rows` lines and 16 x GROUPS tokens from t on.
 template <int GROUPS>
 static void score_by_tiles(const AttentionArgs& a, const View& v, int rows, int t, AttentionScratch& s) {
@@ -56,7 +63,8 @@ static void score_by_tiles(const AttentionArgs& a, const View& v, int rows, int 
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, keys[1] + at, 64);
     _tile_dpbf16ps(1, 4, 7);
-    for (int row = 0; row < 16; ++row) fetch<GROUPS>(ahead, at + 16 * row);
+    for (int row = 0; row < 16; ++row)
+      for (int g = 0; g < GROUPS; ++g) fetch_by_tiles(a, ahead[g] + at + 16 * row);
     if constexpr (GROUPS == 4) {
       _tile_loadd(6, keys[2] + at, 64);
       _tile_dpbf16ps(2, 4, 6);
@@ -77,9 +85,8 @@ static void score_by_tiles(const AttentionArgs& a, const View& v, int rows, int 
 
 // Probabilities of a split times its values, for GROUPS x 16 dims from `d` on.
 template <int GROUPS>
-static void values_by_tiles(const AttentionArgs& a, const View& v, int rows, int d, const float* scale_old,
-                            const float* scale_new, const Part* part, AttentionScratch& s) {
-  const size_t dim = (size_t)a.kv.dim, stride = 4 * dim;
+static void values_by_tiles(const AttentionArgs& a, const View& v, int rows, int d, const Part* part, AttentionScratch& s) {
+  const size_t dim = (size_t)a.kv.dim, stride = s.values.stride, at = (size_t)(d - s.values.first_dim);
   asm volatile("" ::: "memory");
   _tile_zero(0);
   _tile_zero(1);
@@ -89,19 +96,21 @@ static void values_by_tiles(const AttentionArgs& a, const View& v, int rows, int
   }
   for (int t = v.first; t < v.last; t += CHUNK_TOKENS) {
     const int group = (t - v.from) / 16;
-    const uint32_t* words = s.chunks.words[group / 2] + d;
-    _tile_loadd(4, &s.pairs.probs[0][t - v.from], sizeof s.pairs.probs[0]);
-    _tile_loadd(6, words, stride);
+    lay_until(a, group + 2, s);
+    const uint32_t* words = s.chunks.words[group / 2] + at;
+    _tile_loadd(4, &s.pairs.probs[v.probs][t - v.from], sizeof s.pairs.probs[0]);
+    _tile_loadd(6, words, 4 * stride);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, words + 16, stride);
+    _tile_loadd(7, words + 16, 4 * stride);
     _tile_dpbf16ps(1, 4, 7);
     for (int half = 0; half < 2 && 16 * half < v.last - t; ++half)
       for (int row = 0; row < 8; ++row)
-        for (int g = 0; g < GROUPS; ++g) prefetch_once(s.values.ahead[group + half] + row * dim + d + 16 * g);
+        for (int g = 0; g < GROUPS; ++g)
+          fetch_by_tiles(a, s.values.ahead[group + half] + row * stride + at + 16 * g);
     if constexpr (GROUPS == 4) {
-      _tile_loadd(6, words + 32, stride);
+      _tile_loadd(6, words + 32, 4 * stride);
       _tile_dpbf16ps(2, 4, 6);
-      _tile_loadd(7, words + 48, stride);
+      _tile_loadd(7, words + 48, 4 * stride);
       _tile_dpbf16ps(3, 4, 7);
     }
   }
@@ -115,24 +124,26 @@ static void values_by_tiles(const AttentionArgs& a, const View& v, int rows, int
   for (int r = 0; r < rows; ++r)
     for (int i = 0; i < 16 * GROUPS; i += 16) {
       if (part) store(part->values + (v.line + r) * dim + d + i, load(&sums[r][i]));
-      else merge_values(&s.acc[v.line + r][d + i], load(&sums[r][i]), scale_old[r], scale_new[r]);
+      else merge_values(&s.acc[v.line + r][d + i], load(&sums[r][i]), s.scale_old[v.line + r], s.scale_new[v.line + r]);
     }
 }
 
-// A tile of lines over a split, into the running accumulators or into `part`.
-static void attend_by_tiles(const AttentionArgs& a, const View& v, int rows, const Part* part, AttentionScratch& s) {
-  const Tiles tiles(rows);
+// See weigh_tile.
+static void weigh_by_tiles(const AttentionArgs& a, const View& v, int rows, const Part* part, AttentionScratch& s) {
   for (int r = 0; r < rows; ++r) store(s.peaks[r], set1(MASKED));
   int t = v.first;
   for (; t + 32 < v.last; t += 64) score_by_tiles<4>(a, v, rows, t, s);
   for (; t < v.last; t += 32) score_by_tiles<2>(a, v, rows, t, s);
-  float scale_old[16], scale_new[16];
-  tile_softmax<Bf16>(v, rows, part, s, scale_old, scale_new);
+  tile_softmax<Bf16>(v, rows, part, s);
   if (const int end = (v.last - v.from + 15) / 16; end % 2)  // of the last chunk only the first half is seen
-    for (int r = 0; r < rows; ++r) store_left(&s.pairs.probs[r][16 * end], zero());
-  int d = 0;
-  for (; d + 64 <= a.kv.dim; d += 64) values_by_tiles<4>(a, v, rows, d, scale_old, scale_new, part, s);
-  for (; d < a.kv.dim; d += 32) values_by_tiles<2>(a, v, rows, d, scale_old, scale_new, part, s);
+    for (int r = 0; r < rows; ++r) store_left(&s.pairs.probs[v.probs + r][16 * end], zero());
+}
+
+// See gain_tile.
+static void gain_by_tiles(const AttentionArgs& a, const View& v, int rows, int d, int end, const Part* part,
+                          AttentionScratch& s) {
+  for (; d + 64 <= end; d += 64) values_by_tiles<4>(a, v, rows, d, part, s);
+  for (; d < end; d += 32) values_by_tiles<2>(a, v, rows, d, part, s);
 }
 #else
 PAGODA_INLINE bool by_tiles(const AttentionArgs&) { return false; }

@@ -135,7 +135,7 @@ static void write_value(const RopeArgs& a, int token, int head, const uint16_t* 
   }
 }
 
-PAGODA_INLINE int all_heads(const RopeKvOp& op) { return op.heads + 2 * op.kv.heads; }
+PAGODA_INLINE int all_heads(const RopeKvOp& op) { return op.heads + (op.kv.values ? 2 : 1) * op.kv.heads; }
 
 // The one key of a token, as it is before it is turned: see RopeKvOp.
 PAGODA_INLINE const uint16_t* latent_key(const RopeArgs& a, int token, uint16_t* key) {

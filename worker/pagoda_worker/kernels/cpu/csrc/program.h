@@ -81,10 +81,10 @@ struct ShrinkOp {
   int32_t k, width;      // width: a multiple of 16
 };
 
-// One layer's cache; see attention.h.
+// One layer's cache; see attention_cells.h.
 struct LayerCache {
   void* keys;
-  void* values;
+  void* values;     // null: keys are values, too
   float* k_scales;  // null: the cache holds bf16
   float* v_scales;
   int32_t heads, dim, block_size;
@@ -92,7 +92,7 @@ struct LayerCache {
 };
 
 struct RopeKvOp {
-  const uint16_t* qkv;  // [tokens, (heads + 2 kv.heads) * dim]
+  const uint16_t* qkv;  // [tokens, (heads + 2 kv.heads) * dim], or without values where keys are these
   uint16_t* q;          // [tokens, heads, dim]
   LayerCache kv;
   const float* cos;     // [positions, dim / 2], or null: no rotation
@@ -101,7 +101,7 @@ struct RopeKvOp {
   int32_t heads;
   float eps;
   int32_t whole;        // the norm is over all query heads together, and over all key heads
-  // Or null: then qkv holds queries alone, [tokens, heads * dim], and the one key is made of these, which are also its value:
+  // Or null: then qkv holds queries alone, [tokens, heads * dim], and the one key is made of these, which is its value, too:
   // half of `turning`, half of `latent`, and the other halves.
   const uint16_t* latent;   // [tokens, dim - turns]
   const uint16_t* turning;  // [tokens, turns]

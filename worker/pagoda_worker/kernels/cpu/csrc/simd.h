@@ -255,11 +255,13 @@ PAGODA_INLINE void prefetch_past(const void* p) { _mm_prefetch((const char*)p, _
 PAGODA_INLINE bool past_caches() { return __builtin_cpu_is("amd"); }
 #else
 PAGODA_INLINE void prefetch(const void*) {}
+PAGODA_INLINE void prefetch_later(const void*) {}
 PAGODA_INLINE void prefetch_past(const void*) {}
 PAGODA_INLINE bool past_caches() { return false; }
 #endif
-PAGODA_INLINE void prefetch_once(const void* p) {  // the choice costs a loop of its own, for which AVX2 lacks registers
-  if (PAGODA_LEVEL >= 2 && past_caches()) prefetch_past(p);
+// Of what is read `once`, unless it is not. The choice costs a loop of its own, for which AVX2 lacks registers.
+PAGODA_INLINE void prefetch_once(const void* p, bool once = true) {
+  if (PAGODA_LEVEL >= 2 && once && past_caches()) prefetch_past(p);
   else prefetch(p);
 }
 
