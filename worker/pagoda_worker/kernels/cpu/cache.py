@@ -13,7 +13,7 @@ from pagoda_worker.kernels.kv_cache import SCALE_DTYPE, Blocks, KVShape
 from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.rows.batch import Batch
 
-GROUP = 16  # tokens that lie side by side; see csrc/attention.h
+GROUP = 16  # tokens that lie side by side; see csrc/attention_cells.h
 MAX_QUANTIZED_DIM = 256  # sums of more products than that overflow
 WORD_BYTES = 4  # of neighbouring dimensions of a key, or tokens of a value
 

@@ -51,7 +51,7 @@ from pagoda_worker.sampling.device_sampler import greedy_sampler
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
-ATTENTION_SPLIT = 256  # keys that are summed up at a time; see SPLIT in csrc/attention.h
+ATTENTION_SPLIT = 256  # keys that are summed up at a time; see SPLIT in csrc/attention_cells.h
 BIAS_MARGIN = 64  # keys that attention reads a bias for beyond the last
 FORMS = ((8, 8), (4, 8), (4, 16))  # (weight bits, activation bits) that there are kernels for
 FLOAT_FORM = (4, 16)

@@ -114,6 +114,7 @@ PAGODA_INLINE const uint32_t* stored(const AttentionArgs& a, const void* cache, 
 
 // Whether values are keys, and not kept beside them.
 PAGODA_INLINE bool kept_once(const AttentionArgs& a) { return !a.kv.values; }
+PAGODA_INLINE bool fetched_past(const AttentionArgs& a) { return past_caches() && !kept_once(a); }
 
 // Finds groups [first, last) of the split that begins at `from`, of a context of `end` tokens.
 static void locate(const AttentionArgs& a, const int32_t* table, int head, int from, int first, int last, int end,

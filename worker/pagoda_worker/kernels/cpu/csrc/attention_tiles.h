@@ -4,7 +4,7 @@
 // not see has the probability 0. So a line's bits do not depend on the others of its tile here either.
 #pragma once
 
-#include "attention.h"
+#include "attention_lines.h"
 
 namespace PAGODA_NS {
 

@@ -6,7 +6,7 @@
 //   floats_of(w, s)          the same nibbles as floats of 4 bits
 //   load_powers(p)           2 to the power of each byte less 127; of byte 0 nothing, which is less by 2**-127
 //   largest_magnitude(x, n)  the bits of the largest |x| of n bf16, NaN above all; n is a multiple of 32
-//   store_rounded(p, a)      a to nearest, ties to even, as 16 int8 (at AVX2 also int16); |a| <= 127
+//   store_rounded(p, a)      a to nearest, ties to even, as 16 int8, or at AVX2 as 16 int16 as below; |a| <= 127
 //   dot2(acc, w, a)          acc + the two signed numbers of 16 bits of each lane of w times those of a
 //   bytes_apart(w, i)        bytes i and i + 2 of each lane, which are signed, as two numbers of 16 bits
 //   store_shorts(p, a)       a to nearest, as 16 int16, of each four in the order 0, 2, 1, 3; |a| <= 32767

@@ -36,6 +36,9 @@ PAGODA_INLINE quads high_nibbles(quads a) { return low_nibbles({_mm256_srli_epi3
 
 PAGODA_INLINE __m256i bytes_apart(__m256i a, int i) { return _mm256_srai_epi16(i ? a : _mm256_slli_epi16(a, 8), 8); }
 PAGODA_INLINE quads bytes_apart(quads a, int i) { return {bytes_apart(a.lo, i), bytes_apart(a.hi, i)}; }
+// The same of bytes that are not signed.
+PAGODA_INLINE __m256i every_other_byte(__m256i a, int i) { return i ? _mm256_srli_epi16(a, 8) : _mm256_and_si256(a, _mm256_set1_epi16(255)); }
+PAGODA_INLINE quads every_other_byte(quads a, int i) { return {every_other_byte(a.lo, i), every_other_byte(a.hi, i)}; }
 
 #ifdef __AVXVNNI__
 PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
@@ -49,17 +52,9 @@ PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
 #else
 PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
   const __m256i x = _mm256_set1_epi32((int)a);
-  return {acc.lo + (i32x8)_mm256_madd_epi16(w.lo, x), acc.hi + (i32x8)_mm256_madd_epi16(w.hi, x)};
-}
-// Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: the instruction for bytes would saturate.
-PAGODA_INLINE i32x8 dot4_half(i32x8 acc, __m256i w, __m256i a_even, __m256i a_odd) {
-  __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), a_even);
-  return acc + (i32x8)even + (i32x8)_mm256_madd_epi16(_mm256_srli_epi16(w, 8), a_odd);
-}
-PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
-  __m256i x = _mm256_set1_epi32((int)a);
-  __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
-  return {dot4_half(acc.lo, w.lo, even, odd), dot4_half(acc.hi, w.hi, even, odd)};
+  acc.lo += (i32x8)_mm256_madd_epi16(w.lo, x);
+  acc.hi += (i32x8)_mm256_madd_epi16(w.hi, x);
+  return in_order(acc);
 }
 #endif
 typedef int16_t i16x16 __attribute__((vector_size(32)));
@@ -84,8 +79,7 @@ struct Nibbles {
     const __m256i x = _mm256_set1_epi32(four);
     acc.lo += (i16x16)_mm256_maddubs_epi16(b.lo, x);
     acc.hi += (i16x16)_mm256_maddubs_epi16(b.hi, x);
-    asm("" : "+x"(acc.lo), "+x"(acc.hi));  // else the compiler puts sums off until registers run out
-    return acc;
+    return in_order(acc);
   }
 };
 PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) { return acc + both(Nibbles::add(halves{}, &a, 0, w)); }
@@ -97,25 +91,12 @@ PAGODA_INLINE void store(int32_t* p, ints a) {
   _mm256_storeu_si256((__m256i*)p, (__m256i)a.lo);
   _mm256_storeu_si256((__m256i*)p + 1, (__m256i)a.hi);
 }
-// How the micro-kernel multiplies whole numbers of 16 bits, in pairs: see Bf16.
-struct Int16 {
-  typedef int32_t Value;
-  typedef ints Sum;
-  typedef int16_t Left;
-  typedef quads Right;
-  static constexpr int PASSES = 1;
-  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int) { return load_quads(b); }
-  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int, Right b) {
-    uint32_t pair;
-    memcpy(&pair, a, 4);
-    return dot2(acc, b, pair);
-  }
-};
 #ifdef __AVXVNNI__
-// How the micro-kernel multiplies unsigned with signed bytes, four instead of a pair.
+// How the micro-kernel multiplies unsigned with signed bytes, four instead of a pair: see Bf16.
 struct Bytes {
   typedef int32_t Value;
   typedef ints Sum;
+  typedef int8_t Number;
   typedef int16_t Left;
   typedef quads Right;
   static constexpr int PASSES = 1;
@@ -130,6 +111,7 @@ struct Bytes {
 struct NibbleBytes {
   typedef int32_t Value;
   typedef ints Sum;
+  typedef int8_t Number;
   typedef uint32_t Left;
   typedef quads Right;
   static constexpr int PASSES = 2;
@@ -140,18 +122,24 @@ struct NibbleBytes {
     return dot4(acc, b, four);
   }
 };
+#else
+// The same of numbers of 16 bits, because the instruction for bytes would saturate. In a row they lie as `store_shorts`
+// leaves them, because a pass takes every other byte of a word.
+struct Bytes {
+  typedef int32_t Value;
+  typedef ints Sum;
+  typedef int16_t Number;
+  typedef uint32_t Left;  // two of a row
+  typedef quads Right;
+  static constexpr int PASSES = 2;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return every_other_byte(load_quads(b), pass); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) {
+    uint32_t two;
+    memcpy(&two, a + pass, 4);
+    return dot2(acc, b, two);
+  }
+};
 #endif
-// Bytes 0 and 1 of every lane, or 2 and 3, as a pair of 16 bits.
-PAGODA_INLINE quads first_bytes(quads a) {
-  const __m256i at = _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1,
-                                      0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
-  return {_mm256_shuffle_epi8(a.lo, at), _mm256_shuffle_epi8(a.hi, at)};
-}
-PAGODA_INLINE quads second_bytes(quads a) { return first_bytes({_mm256_srli_epi32(a.lo, 16), _mm256_srli_epi32(a.hi, 16)}); }
-PAGODA_INLINE void store_quads(uint32_t* p, quads a) {
-  _mm256_storeu_si256((__m256i*)p, a.lo);
-  _mm256_storeu_si256((__m256i*)p + 1, a.hi);
-}
 
 PAGODA_INLINE f16 nibble(quads a, int s) {  // nibble s of every lane
   __m256i mask = _mm256_set1_epi32(15);
@@ -196,7 +184,7 @@ PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
 PAGODA_INLINE ints store_rounded(int16_t* p, f16 a) {
   __m128i bytes;
   const ints whole = round_bytes(a, bytes);
-  _mm256_storeu_si256((__m256i*)p, _mm256_cvtepi8_epi16(bytes));
+  store_fours(p, _mm256_cvtepi8_epi16(bytes));
   return whole;
 }
 PAGODA_INLINE void store_shorts(int16_t* p, f16 a) {

@@ -99,7 +99,7 @@ constexpr int LEVEL_BYTES = 1;
 
 class RoundedRows : public Kept {
  public:
-  // Rows [first, last), which are `x`, for a matrix of this form. LEVEL is int8_t, or int16_t for tiles that multiply as Int16.
+  // Rows [first, last), which are `x`, for a matrix of this form. LEVEL is int8_t, or int16_t where bytes are multiplied so.
   // TILED, they are in the order of tiles, which for k is a multiple of 64.
   template <typename LEVEL, bool TILED = false>
   void take(const uint16_t* x, int first, int last, int k, const QuantForm& form, uint64_t use) {
@@ -291,13 +291,12 @@ static __attribute__((noinline)) void quant_tile(const LinearOp& op, const Input
 
 // Rows [first, last) through one panel, each group as it is met.
 constexpr int DIRECT_ROWS = PAGODA_LEVEL == 1 ? 2 : MAX_ROWS;
+template <typename FORM>
 static void quant_panel_directly(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel,
                                  int column) {
   Ahead ahead(panel, quant_panel_bytes(op.form, op.k), last - first, DIRECT_ROWS);
-  with_form(op.form, [&](auto form) {
-    in_tiles<DIRECT_ROWS>(first, last, [&](auto count, int from) {
-      quant_tile<decltype(count)::value, decltype(form)>(op, in, from, panel, column, ahead);
-    });
+  in_tiles<DIRECT_ROWS>(first, last, [&](auto count, int from) {
+    quant_tile<decltype(count)::value, FORM>(op, in, from, panel, column, ahead);
   });
 }
 
@@ -352,7 +351,7 @@ static void quant_panel(const LinearOp& op, const Inputs& in, int first, int las
     return;
   }
 #endif
-  quant_panel_directly(op, in, first, last, panel, column);
+  with_form(op.form, [&](auto form) { quant_panel_directly<decltype(form)>(op, in, first, last, panel, column); });
 }
 
 }  // namespace PAGODA_NS

@@ -1,9 +1,10 @@
 // Weights of 8 or 4 bits at AVX2, which has few registers, and whose one instruction for bytes adds two products in 16 bits.
-// With AVX-VNNI there is one that adds four in 32, and words are multiplied as they are. Without:
+// With AVX-VNNI there is one that adds four in 32. Either way rows that are rounded meet words as they are: without,
 //
-// Two products of 4 by 8 bits are at most 2 * 15 * 127, so that eight such sums still fit into 16 bits: `Nibbles`. Two of
-// 8 by 8 bits do not fit at all. Such weights are unpacked to 16 bits, and those of 4 bits that meet bf16 to bf16, once for
-// all rows of a block, and are then what the micro-kernel multiplies. A few rows are not worth it.
+// two products of 4 by 8 bits are at most 2 * 15 * 127, so that eight such sums still fit into 16 bits: `Nibbles`. Two of
+// 8 by 8 bits do not fit at all, and are multiplied as numbers of 16 bits: `Bytes`.
+//
+// Weights of 4 bits that meet bf16 are unpacked to bf16, once for all rows of a block, unless these are few.
 #pragma once
 
 #include "quant.h"
@@ -12,24 +13,16 @@ namespace PAGODA_NS {
 
 constexpr int CHUNK = 256;  // inputs that are unpacked at a time: 16 KiB
 
-// Whether the words of a panel are multiplied as they are.
+// What rounded inputs are kept as.
 template <typename FORM>
-#ifdef __AVXVNNI__
-constexpr bool BY_WORDS = FORM::ROUNDED;
-#else
-constexpr bool BY_WORDS = FORM::ROUNDED && FORM::BITS == 4;
-#endif
-
-// Whether so many rows, whose words are not, are better multiplied with each group as it is met.
-static bool few(const QuantForm& form, int rows) { return rows <= (form.bits == 8 ? 2 * MAX_ROWS : DIRECT_ROWS); }
+using Rounded = typename std::conditional<FORM::BITS == 8, Bytes::Number, int8_t>::type;
 
 // Rows [first, last), which are `x`, a block, as `quant_panel` wants them.
 static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
   with_form(op.form, [&](auto form) {
     typedef decltype(form) FORM;
     if constexpr (!FORM::ROUNDED) in.left.take(x, first, last, op.k, op.x_stride, use);
-    else if (BY_WORDS<FORM> || few(op.form, last - first)) in.rounded.take<int8_t>(x, first, last, op.k, op.form, use);
-    else in.rounded.take<int16_t>(x, first, last, op.k, op.form, use);
+    else in.rounded.take<Rounded<FORM>>(x, first, last, op.k, op.form, use);
   });
 }
 
@@ -40,23 +33,6 @@ PAGODA_INLINE void begin_sums(const RoundedRows& in, int from, int group, int32_
   for (int r = 0; r < ROWS; ++r)
     for (int c = 0; c < PANEL; c += 16) store(sums + r * PANEL + c, set1(FORM::ZEROS ? 0 : offsets[r]));
 }
-template <int ROWS, typename FORM>
-PAGODA_INLINE void begin_sums(const LeftRows&, int, int, float* sums) {
-  memset(sums, 0, ROWS * PANEL * sizeof(float));
-}
-
-// What add_scaled in quant.h is to rounded rows.
-template <typename FORM, bool>
-PAGODA_INLINE void add_scaled(const LeftRows&, int, int rows, int, const uint8_t* head, const float* sums, float* totals) {
-  for (int c = 0; c < PANEL; c += 16) {
-    const f16 scale = load_scales<FORM>(head, c);
-    for (int r = 0; r < rows; ++r) {
-      float* total = totals + r * PANEL + c;
-      store(total, fma(load(sums + r * PANEL + c), scale, load(total)));
-    }
-  }
-}
-
 // --- words as they are ------------------------------------------------------------------------------------------------------
 
 // Adds one group of ROWS rows through the words of a panel to `sums` [ROWS][PANEL].
@@ -79,32 +55,36 @@ static __attribute__((noinline)) void add_nibbles(Rows<ROWS> x, const uint32_t* 
   ahead_ = ahead;
 }
 
-#ifdef __AVXVNNI__
-// The same for words of nibbles or bytes.
-template <int ROWS, typename FORM>
-PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_t* words, int group, Ahead& ahead, int32_t* sums) {
-  typedef typename std::conditional<FORM::BITS == 8, Bytes, NibbleBytes>::type Numbers;
-  const int count = group / FORM::WORD;
+// The same for words of NUMBERS.
+template <typename NUMBERS, int ROWS>
+PAGODA_INLINE void add_turns(const uint8_t* levels, size_t stride, const uint32_t* words, int count, Ahead& ahead, int32_t* sums) {
   for (int begin = 0; begin < count; begin += TURN) {
-    const Rows<ROWS> x(levels + (size_t)begin * FORM::WORD, stride);
-    add_both<Numbers, ROWS, Fetch::NEAR>(x, words + (size_t)begin * PANEL, count - begin < TURN ? count - begin : TURN, ahead, sums);
+    const Rows<ROWS> x(levels + (size_t)begin * 2 * sizeof(typename NUMBERS::Left), stride);
+    const int turn = count - begin < TURN ? count - begin : TURN;
+    if (ahead.past) add_both<NUMBERS, ROWS, Fetch::PAST>(x, words + (size_t)begin * PANEL, turn, ahead, sums);
+    else add_both<NUMBERS, ROWS, Fetch::NEAR>(x, words + (size_t)begin * PANEL, turn, ahead, sums);
   }
 }
+
+#ifdef __AVXVNNI__
+constexpr bool NIBBLES_IN_TURNS = true;
 #else
-template <int ROWS, typename FORM>
-PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_t* words, int group, Ahead& ahead, int32_t* sums) {
-  add_nibbles(Rows<ROWS>(levels, stride), words, group, ahead, sums);
-}
+constexpr bool NIBBLES_IN_TURNS = false;
+typedef Nibbles NibbleBytes;
 #endif
 
+template <int ROWS, typename FORM>
+PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_t* words, int group, Ahead& ahead, int32_t* sums) {
+  if constexpr (FORM::BITS == 8) add_turns<Bytes, ROWS>(levels, stride, words, group / FORM::WORD, ahead, sums);
+  else if constexpr (NIBBLES_IN_TURNS) add_turns<NibbleBytes, ROWS>(levels, stride, words, group / FORM::WORD, ahead, sums);
+  else add_nibbles(Rows<ROWS>(levels, stride), words, group, ahead, sums);
+}
+
 template <typename FORM>
-static void word_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+static void word_panel(const LinearOp& op, const RoundedRows& rows, int first, int last, const uint8_t* panel, int column) {
   const int group = op.form.group, segment_groups = op.k / group / op.segments;
-#ifdef __AVXVNNI__
-  const int turns = 2 / groups_of(last - first < MAX_ROWS ? last - first : MAX_ROWS, 2);
-#else
-  const int turns = 1;
-#endif
+  const bool in_turns = FORM::BITS == 8 || NIBBLES_IN_TURNS;
+  const int turns = in_turns ? 2 / groups_of(last - first < MAX_ROWS ? last - first : MAX_ROWS, 2) : 1;
   Ahead ahead(panel, quant_panel_bytes(op.form, op.k), last - first, MAX_ROWS, turns);
   in_tiles(first, last, [&](auto count, int from) {
     constexpr int ROWS = decltype(count)::value;
@@ -115,10 +95,10 @@ static void word_panel(const LinearOp& op, const Inputs& in, int first, int last
       totals.start(segment, 0, ROWS);
       for (const int end = g + segment_groups; g < end; ++g, at += group_bytes<FORM>(group)) {
         ahead.skip(FORM::HEAD_BYTES);
-        begin_sums<ROWS, FORM>(in.rounded, from, g, sums);
-        const uint8_t* levels = in.rounded.levels(from) + (size_t)g * group;
-        add_words<ROWS, FORM>(levels, in.rounded.stride(), (const uint32_t*)(at + FORM::HEAD_BYTES), group, ahead, sums);
-        add_scaled<FORM, true>(in.rounded, from, ROWS, g, at, sums, totals.of(segment, 0));
+        begin_sums<ROWS, FORM>(rows, from, g, sums);
+        const uint8_t* levels = rows.levels(from) + (size_t)g * group * sizeof(Rounded<FORM>);
+        add_words<ROWS, FORM>(levels, rows.stride(), (const uint32_t*)(at + FORM::HEAD_BYTES), group, ahead, sums);
+        add_scaled<FORM, true>(rows, from, ROWS, g, at, sums, totals.of(segment, 0));
       }
       totals.end(segment, 0, ROWS);
     }
@@ -128,20 +108,6 @@ static void word_panel(const LinearOp& op, const Inputs& in, int first, int last
 
 // --- unpacked ---------------------------------------------------------------------------------------------------------
 
-// What rows and weights become, and where the rows are.
-template <typename FORM, bool = FORM::ROUNDED>
-struct Unpacked {
-  typedef Int16 Numbers;
-  static const RoundedRows& rows(const Inputs& in) { return in.rounded; }
-  static const void* row(const Inputs& in, int row, int input) { return (const int16_t*)in.rounded.levels(row) + input; }
-};
-template <typename FORM>
-struct Unpacked<FORM, false> {
-  typedef Bf16 Numbers;
-  static const LeftRows& rows(const Inputs& in) { return in.left; }
-  static const void* row(const Inputs& in, int row, int input) { return in.left.row(row) + input; }
-};
-
 // The words of so many inputs of a group -> [inputs / 2][PANEL] pairs.
 template <typename FORM>
 static void unpack(const uint8_t* head, const uint8_t* words, int inputs, uint32_t* out) {
@@ -150,50 +116,55 @@ static void unpack(const uint8_t* head, const uint8_t* words, int inputs, uint32
     prefetch_once(words + FETCH_AHEAD + 64);
     for (int c = 0; c < PANEL; c += 16) {
       const quads w = load_quads(words + 4 * c);
-      if constexpr (FORM::BITS == 8) {
-        store_quads(out + c, first_bytes(w));
-        store_quads(out + PANEL + c, second_bytes(w));
-      } else {
-        for (int s = 0; s < 4; ++s) {
-          if constexpr (FORM::ZEROS) store_pairs(out + s * PANEL + c, pair_of(w, s, load_zeros(head + FORM::SCALE_BYTES + c)));
-          else if constexpr (FORM::FLOATS) store_pairs(out + s * PANEL + c, floats_of(w, s));
-          else store_pairs(out + s * PANEL + c, pair_of(w, s));
-        }
+      for (int s = 0; s < 4; ++s) {
+        if constexpr (FORM::ZEROS) store_pairs(out + s * PANEL + c, pair_of(w, s, load_zeros(head + FORM::SCALE_BYTES + c)));
+        else if constexpr (FORM::FLOATS) store_pairs(out + s * PANEL + c, floats_of(w, s));
+        else store_pairs(out + s * PANEL + c, pair_of(w, s));
       }
+    }
+  }
+}
+
+// totals [rows][PANEL] += a group's sums, scaled.
+template <typename FORM>
+PAGODA_INLINE void add_scaled(int rows, const uint8_t* head, const float* sums, float* totals) {
+  for (int c = 0; c < PANEL; c += 16) {
+    const f16 scale = load_scales<FORM>(head, c);
+    for (int r = 0; r < rows; ++r) {
+      float* total = totals + r * PANEL + c;
+      store(total, fma(load(sums + r * PANEL + c), scale, load(total)));
     }
   }
 }
 
 // Rows [first, last) through one group of a panel, to their totals.
 template <typename FORM>
-PAGODA_INLINE void unpacked_group(const Inputs& in, int first, int last, const uint8_t* panel, int group, int g, float* totals) {
-  typedef typename Unpacked<FORM>::Numbers Numbers;
-  const auto& rows = Unpacked<FORM>::rows(in);
+PAGODA_INLINE void unpacked_group(const LeftRows& rows, int first, int last, const uint8_t* panel, int group, int g, float* totals) {
   alignas(64) uint32_t pairs_here[CHUNK / 2 * PANEL];
-  alignas(64) typename Numbers::Value sums[BLOCK][PANEL];
+  alignas(64) float sums[BLOCK][PANEL];
   Ahead nothing(panel, 0, last - first);
   for (int begin = 0; begin < group; begin += CHUNK) {
     const int inputs = group - begin < CHUNK ? group - begin : CHUNK;
     unpack<FORM>(panel, panel + FORM::HEAD_BYTES + (size_t)begin / FORM::WORD * PANEL_ROW, inputs, pairs_here);
     in_tiles(first, last, [&](auto count, int from) {
       constexpr int ROWS = decltype(count)::value;
-      typename Numbers::Value* to = sums[from - first];
-      if (begin == 0) begin_sums<ROWS, FORM>(rows, from, g, to);
-      const Rows<ROWS> x(Unpacked<FORM>::row(in, from, g * group + begin), rows.stride());
-      add_both<Numbers, ROWS, Fetch::NOTHING>(x, pairs_here, inputs / 2, nothing, to);
-      if (begin + inputs == group) add_scaled<FORM, true>(rows, from, ROWS, g, panel, to, totals + (from - first) * PANEL);
+      float* to = sums[from - first];
+      if (begin == 0) memset(to, 0, ROWS * sizeof sums[0]);
+      const Rows<ROWS> x(rows.row(from) + (size_t)g * group + begin, rows.stride());
+      add_both<Bf16, ROWS, Fetch::NOTHING>(x, pairs_here, inputs / 2, nothing, to);
+      if (begin + inputs == group) add_scaled<FORM>(ROWS, panel, to, totals + (from - first) * PANEL);
     });
   }
 }
 
 template <typename FORM>
-static void unpacked_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+static void unpacked_panel(const LinearOp& op, const LeftRows& rows, int first, int last, const uint8_t* panel, int column) {
   SegmentSums<BLOCK> totals;
   const int group = op.form.group, segment_groups = op.k / group / op.segments;
   for (int segment = 0, g = 0; segment < op.segments; ++segment) {
     totals.start(segment, 0, last - first);
     for (const int end = g + segment_groups; g < end; ++g, panel += group_bytes<FORM>(group))
-      unpacked_group<FORM>(in, first, last, panel, group, g, totals.of(segment, 0));
+      unpacked_group<FORM>(rows, first, last, panel, group, g, totals.of(segment, 0));
     totals.end(segment, 0, last - first);
   }
   finish_rows(totals.total(0), last - first, first, column, op);
@@ -203,9 +174,9 @@ static void unpacked_panel(const LinearOp& op, const Inputs& in, int first, int 
 static void quant_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
   with_form(op.form, [&](auto form) {
     typedef decltype(form) FORM;
-    if constexpr (BY_WORDS<FORM>) word_panel<FORM>(op, in, first, last, panel, column);
-    else if (few(op.form, last - first)) quant_panel_directly(op, in, first, last, panel, column);
-    else unpacked_panel<FORM>(op, in, first, last, panel, column);
+    if constexpr (FORM::ROUNDED) word_panel<FORM>(op, in.rounded, first, last, panel, column);
+    else if (last - first <= DIRECT_ROWS) quant_panel_directly<FORM>(op, in, first, last, panel, column);
+    else unpacked_panel<FORM>(op, in.left, first, last, panel, column);
   });
 }
 

@@ -77,6 +77,7 @@ PAGODA_INLINE f16 rounded(f16 a) {
 PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) { store_bf16(p, a); }
 PAGODA_INLINE f16 odd(pairs a) { return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32((int)0xffff0000)))}; }
 PAGODA_INLINE f16 even(pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
+PAGODA_INLINE f16 in_order(f16 a) { return a; }
 #endif
 constexpr int MAX_ROWS = 12;      // of a tile
 constexpr int ACCUMULATORS = 24;  // of a tile of several groups: one register each of 32
@@ -156,6 +157,12 @@ PAGODA_INLINE __m256 even_half(__m256i a) {
   return _mm256_castsi256_ps(_mm256_shuffle_epi8(a, up));
 }
 PAGODA_INLINE f16 even(pairs a) { return {even_half(a.lo), even_half(a.hi)}; }
+// A sum that is there before the next one is begun. Else the compiler puts sums off until registers run out.
+template <typename SUM>
+PAGODA_INLINE SUM in_order(SUM a) {
+  asm("" : "+x"(a.lo), "+x"(a.hi));
+  return a;
+}
 constexpr int MAX_ROWS = 6;      // of a tile: with one group 12 of 16 registers
 constexpr int ACCUMULATORS = 4;  // of a tile of several groups, which need registers too
 
@@ -213,6 +220,7 @@ PAGODA_INLINE pairs load_pairs(const uint32_t* p) { pairs r; memcpy(r.v, p, 64);
 PAGODA_INLINE void store_pairs(uint32_t* p, pairs a) { memcpy(p, a.v, 64); }
 PAGODA_INLINE f16 odd(pairs a) { f16 r; PAGODA_EACH r.v[i] = widen((uint16_t)(a.v[i] >> 16)); return r; }
 PAGODA_INLINE f16 even(pairs a) { f16 r; PAGODA_EACH r.v[i] = widen((uint16_t)a.v[i]); return r; }
+PAGODA_INLINE f16 in_order(f16 a) { return a; }
 constexpr int MAX_ROWS = 2;
 constexpr int ACCUMULATORS = 4;
 #undef PAGODA_EACH
@@ -241,7 +249,7 @@ struct Bf16 {
   typedef f16 Right;
   static constexpr int PASSES = 2;
   PAGODA_INLINE_MEMBER static Right right(pairs b, int pass) { return pass == 0 ? odd(b) : even(b); }
-  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) { return fma(set1(a[1 - pass]), b, acc); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) { return in_order(fma(set1(a[1 - pass]), b, acc)); }
 #endif
   typedef Left Number;
   PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return right(load_pairs(b), pass); }
@@ -259,9 +267,9 @@ PAGODA_INLINE void prefetch_later(const void*) {}
 PAGODA_INLINE void prefetch_past(const void*) {}
 PAGODA_INLINE bool past_caches() { return false; }
 #endif
-// Of what is read `once`, unless it is not. The choice costs a loop of its own, for which AVX2 lacks registers.
-PAGODA_INLINE void prefetch_once(const void* p, bool once = true) {
-  if (PAGODA_LEVEL >= 2 && once && past_caches()) prefetch_past(p);
+// Of what is read once. The choice costs a loop of its own, for which AVX2 lacks registers.
+PAGODA_INLINE void prefetch_once(const void* p, bool past = past_caches()) {
+  if (PAGODA_LEVEL >= 2 && past) prefetch_past(p);
   else prefetch(p);
 }
 
