@@ -62,6 +62,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(group)
     group.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="[%(default)s]")
     group.add_argument("--timeout-s", type=number(), default=600.0, help="for one request [%(default)s]")
+    group.add_argument("--resumable", action="store_true", help="give every request an Idempotency-Key of its own")
 
 
 def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +139,7 @@ async def _run(arguments: argparse.Namespace, rows: list[WorkloadRow]) -> dict[s
         ignore_eos=not arguments.honour_eos,
         extra=arguments.extra_body,
     )
-    client = LoadClient(target, bodies, arguments.timeout_s)
+    client = LoadClient(target, bodies, arguments.timeout_s, arguments.resumable)
     await _warm_up(client, rows, arguments.warmup)
     watch = ProcessWatch(arguments.pids, arguments.descendants)
     watch.start()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
@@ -33,12 +34,13 @@ class LoadResult:
 
 
 class LoadClient:
-    """A pool of connections to one server."""
+    """A pool of connections to one server. `resumable`: every request has an `Idempotency-Key` of its own."""
 
-    def __init__(self, target: Target, bodies: BodyMaker, timeout_s: float) -> None:
+    def __init__(self, target: Target, bodies: BodyMaker, timeout_s: float, resumable: bool = False) -> None:
         self._target = target
         self._bodies = bodies
         self._timeout_s = timeout_s
+        self._resumable = resumable
         self._idle: list[Connection] = []
         self._in_flight = 0
         self.peak_in_flight = 0
@@ -47,7 +49,8 @@ class LoadClient:
         """Send one request and follow its answer to the end; failures are in the timing."""
         sent = Sent(index, row)
         timing = sent.timing
-        request = self._target.request("POST", self._bodies.path, self._bodies.body(index, row))
+        headers = [f"Idempotency-Key: {uuid.uuid4()}"] if self._resumable else []
+        request = self._target.request("POST", self._bodies.path, self._bodies.body(index, row), *headers)
         with self._counted():
             timing.started = time.perf_counter()
             try:

@@ -49,14 +49,14 @@ class Target:
         self.port = url.port or (443 if self.tls else 80)
         self.prefix = url.path.rstrip("/").removesuffix("/v1")
 
-    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """The bytes of a whole request."""
+    def request(self, method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
+        """The bytes of a whole request; `headers` are whole lines."""
         lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {self.host}:{self.port}", "Accept: */*"]
         if body:
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         if self.api_key:
             lines.append(f"Authorization: Bearer {self.api_key}")
-        return "\r\n".join([*lines, "", ""]).encode() + body
+        return "\r\n".join([*lines, *headers, "", ""]).encode() + body
 
 
 @dataclass

@@ -55,6 +55,19 @@ async def test_a_closed_loop_sends_every_row_once_and_keeps_its_connections() ->
     assert server.connections == report["peak_in_flight"] == 2
 
 
+async def test_resumable_requests_have_keys_of_their_own_and_others_none() -> None:
+    rows = make_rows(SHAPE, seed=1)
+    for resumable in (True, False):
+        async with serving(SseServer()) as server:
+            client = LoadClient(Target(server.url), body_maker(), timeout_s=120.0, resumable=resumable)
+            await run_load(client, closed(rows))
+            client.close()
+        keys = {
+            line for head in server.headers for line in head.split(b"\r\n") if line.startswith(b"Idempotency-Key: ")
+        }
+        assert len(keys) == (6 if resumable else 0)
+
+
 async def test_prompts_are_token_ids_of_the_length_asked_for_with_shared_prefixes() -> None:
     rows = make_rows(SHAPE, seed=1)
     async with serving(SseServer()) as server:
