@@ -188,6 +188,7 @@ PAGODA_INLINE quads load_quads(const void* p) { quads r; memcpy(&r.v, p, 64); re
 PAGODA_INLINE quads low_nibbles(quads a) { return {a.v & 0x0f0f0f0f}; }
 PAGODA_INLINE quads high_nibbles(quads a) { return {a.v >> 4 & 0x0f0f0f0f}; }
 PAGODA_INLINE f16 nibble(quads a, int s) { return to_float({(i32x16)(a.v >> (4 * s) & 15)}); }
+PAGODA_INLINE f16 nibble_less_8(quads a, int s) { return nibble(a, s) - set1(8.0f); }
 PAGODA_INLINE f16 float_nibble(quads a, int s) {
   static const float t[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
   f16 r;
@@ -267,7 +268,7 @@ struct weight_pairs { f16 even, odd; };
 
 PAGODA_INLINE zero_points load_zeros(const uint8_t* p) { return {to_float(load_u8(p))}; }
 PAGODA_INLINE weight_pairs pair_of(quads a, int s, zero_points z) { return {nibble(a, s) - z.v, nibble(a, s + 4) - z.v}; }
-PAGODA_INLINE weight_pairs pair_of(quads a, int s) { return pair_of(a, s, zero_points{set1(8.0f)}); }
+PAGODA_INLINE weight_pairs pair_of(quads a, int s) { return {nibble_less_8(a, s), nibble_less_8(a, s + 4)}; }
 PAGODA_INLINE weight_pairs floats_of(quads a, int s) { return {float_nibble(a, s), float_nibble(a, s + 4)}; }
 PAGODA_INLINE f16 right(weight_pairs b, int pass) { return pass == 0 ? b.odd : b.even; }
 #if PAGODA_LEVEL == 1
