@@ -118,8 +118,8 @@ class GatewayConfig:
         most=86_400.0,
     )
     max_tickets: int = option(
-        1000, "most requests with an Idempotency-Key that are kept of an API key; of everybody where there is none",
-        least=1, most=100_000,
+        10_000, "most requests with an Idempotency-Key that are kept of an API key; of everybody where there is none."
+        " Beyond that the oldest are forgotten", least=1, most=100_000,
     )  # fmt: skip
     max_tickets_bytes: int = option(
         64 * 1024 * 1024, "most bytes of what is kept of them together, answers included", least=1, most=2**50

@@ -62,10 +62,12 @@ RESPONSE_WRITE_S = 0.1  # what a response in the background tells is written, th
 RESPONSE_POLL_S = 0.5  # those who follow it at another gateway look for it this often
 RESPONSE_SWEEP_S = 3.0  # a gateway looks this often for responses that nobody runs ..
 RESPONSE_LEASE_S = 12.0  # .. as nobody said so for this long
-TICKETS_FRESH_S = 3.0  # what a tenant has of tickets is counted in the store this often at most
+TICKETS_FRESH_S = 10.0  # what a tenant has of tickets is counted in the store this often at most
 TICKET_LEASE_S = 12.0  # a request with a ticket is run by another gateway when nobody said for so long that it does
 TICKET_GRACE_S = 30.0  # .. and goes on for so long when its client has left
-TICKET_KEPT_S = 86_400.0  # .. and is known for so long to whoever asks again
+TICKET_RESTS_S = 60.0  # .. is known for so long after its answer, also where room is made for others
+TICKET_STALE_S = 3600.0  # .. or for so long where no answer was kept
+TICKET_KEPT_S = 86_400.0  # .. and for so long to whoever asks again, where there is room
 RECONNECT_FIRST_S = 0.1  # a client that lost its gateway tries the next one after this, doubling ..
 RECONNECT_MOST_S = 5.0  # .. up to this
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -40,7 +41,8 @@ NAME_PREFIX = "stream_"
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`digest` is that of the request; `num_bytes` what job and answer take; `runner` the gateway that began to run it
-    last. `answered`: its answer is there. The job of one in the `background` is kept with the response of its id.
+    last. `answered`: its answer is there, since `answered_at` (Unix seconds). The job of one in the `background` is
+    kept with the response of its id.
     """
 
     digest: str
@@ -51,6 +53,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     background: bool = False
     runner: str = ""
     answered: bool = False
+    answered_at: float = 0.0
 
 
 class Found(NamedTuple):
@@ -71,6 +74,15 @@ class Held(NamedTuple):
 
     number: int
     num_bytes: int
+
+    def plus(self, other: Held) -> Held:
+        return Held(self.number + other.number, self.num_bytes + other.num_bytes)
+
+    def within(self, other: Held) -> bool:
+        return self.number <= other.number and self.num_bytes <= other.num_bytes
+
+
+NOTHING = Held(0, 0)
 
 
 def ticket_name(owner: str, key: str) -> str:
@@ -144,7 +156,8 @@ class KeptTickets:
         log = _answer_log(found)
         await self._store.append(log, parts_of(answer), index=0)
         await self._store.keep_until(log, found.record.expires_at)
-        await self.change(found, answered=True, num_bytes=found.ticket.num_bytes + len(answer))
+        num_bytes = found.ticket.num_bytes + len(answer)
+        await self.change(found, answered=True, answered_at=time.time(), num_bytes=num_bytes)
         return True
 
     async def answer(self, found: Found) -> bytes:
@@ -177,21 +190,62 @@ class KeptTickets:
         await self._store.drop(_answer_log(found))
 
     async def held_by(self, owner: str) -> Held:
-        count, num_bytes, after = 0, 0, None
+        held = NOTHING
+        async for _, ticket in self._oldest_first(owner):
+            held = held.plus(_taken_by(ticket))
+        return held
+
+    async def forget_oldest(self, owner: str, target: Held) -> tuple[Held, float]:
+        """Delete what nobody is likely to ask for again, the oldest first, until what is left is within `target`.
+
+        Returns:
+            What is left, and in how many seconds more of it may be forgotten, at the soonest.
+        """
+        tickets = [(record, ticket) async for record, ticket in self._oldest_first(owner)]
+        held, waits_s = NOTHING, [times.TICKET_RESTS_S]
+        for _, ticket in tickets:
+            held = held.plus(_taken_by(ticket))
+        for record, ticket in tickets:
+            if held.within(target):
+                break
+            if ticket is None:
+                continue
+            if (wait_s := self._rests_s(Found(record, ticket))) > 0.0:
+                waits_s.append(wait_s)
+                continue
+            await self.delete(Found(record, ticket))
+            held = Held(held.number - 1, held.num_bytes - ticket.num_bytes)
+        return held, min(waits_s)
+
+    def _rests_s(self, found: Found) -> float:
+        """For how long it is not to be forgotten yet. One that is not answered may still run, up to some time."""
+        if found.ticket.answered:
+            return found.ticket.answered_at + times.TICKET_RESTS_S - time.time()
+        return times.TICKET_STALE_S - self.age_s(found)
+
+    async def _oldest_first(self, owner: str) -> AsyncIterator[tuple[Record, Ticket | None]]:
+        """None for one that cannot be read."""
+        after = None
         while True:
-            page = await self._store.page(TICKETS, owner, limit=MAX_PAGE_RECORDS, after=after)
+            page = await self._store.page(TICKETS, owner, limit=MAX_PAGE_RECORDS, after=after, newest_first=False)
             for record in page.records:
-                count, after = count + 1, record.position
+                after = record.position
+                ticket = None
                 with suppress(Unreadable):
-                    num_bytes += decoded(record.key, record.value, Ticket).num_bytes
+                    ticket = decoded(record.key, record.value, Ticket)
+                yield record, ticket
             if not page.more:
-                return Held(count, num_bytes)
+                return
 
     async def claim(self, name: str, holder: str, lease_s: float) -> bool:
         return await self._store.claim(f"ticket/{name}", holder, lease_s)
 
     async def release(self, name: str, holder: str) -> None:
         await self._store.release(f"ticket/{name}", holder)
+
+
+def _taken_by(ticket: Ticket | None) -> Held:
+    return Held(1, 0 if ticket is None else ticket.num_bytes)
 
 
 def _answer_log(found: Found) -> str:

@@ -20,7 +20,7 @@ from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.routes import generating
 from pagoda_gateway.store.interface import Store
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
-from pagoda_gateway.store.tickets import JOBS, TICKETS, ticket_name
+from pagoda_gateway.store.tickets import JOBS, TICKETS, Held, KeptTickets, Ticket, ticket_name
 from pagoda_gateway.tickets.tickets import WAYS, Tickets
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode
@@ -430,12 +430,60 @@ async def test_what_is_kept_of_a_tenant_is_bounded(tmp_path: Path) -> None:
     async with running(tmp_path, max_tickets=2) as gateway:
         found = [code for i in range(3) if (code := (await post(gateway, WHOLE, f"k{i}")).status_code)]
         assert found == [200, 200, 429]
+        assert 1 <= int((await post(gateway, WHOLE, "k3")).headers["retry-after"]) <= times.TICKET_RESTS_S
     async with running(tmp_path, max_tickets_bytes=100) as gateway:
         assert code_of(await post(gateway, WHOLE)) == (429, "rate_limit_exceeded")
     async with running(tmp_path) as gateway:
         prompts = {"model": MODEL, "prompt": ["hi"] * 100, "n": 2, "stream": True}
         response = await gateway.client.post(COMPLETIONS, json=prompts, headers={"Idempotency-Key": "k"})
         assert (code_of(response), response.json()["error"]["param"]) == ((400, "invalid_argument"), "n")
+
+
+async def test_the_oldest_answers_make_room_for_new_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "TICKET_RESTS_S", 0.0)
+    async with running(tmp_path, max_tickets=3) as gateway:
+        assert [(await post(gateway, WHOLE, f"k{i}")).status_code for i in range(8)] == [200] * 8
+        assert len((await gateway.context.store.page(TICKETS, "", limit=10)).records) == 3
+        assert len((await gateway.context.store.page(JOBS, "", limit=10)).records) == 3
+        asked_again = [await post(gateway, WHOLE, key) for key in ("k7", "k0")]
+        assert ["idempotent-replayed" in response.headers for response in asked_again] == [True, False]
+
+
+async def test_what_takes_most_makes_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "TICKET_RESTS_S", 0.0)
+    monkeypatch.setattr(times, "TICKETS_FRESH_S", 0.0)
+    async with running(tmp_path, max_tickets_bytes=4000) as gateway:
+        assert [(await post(gateway, WHOLE, f"k{i}")).status_code for i in range(12)] == [200] * 12
+        held = await KeptTickets(gateway.context.store, 1.0).held_by("")
+        assert 1 <= held.number < 12
+        assert held.num_bytes < 2 * 4000  # an answer is counted when there is one more
+
+
+async def test_what_is_not_answered_makes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "TICKET_RESTS_S", 0.0)
+    async with running(tmp_path, max_tickets=2) as gateway:
+        go = held_up(gateway)
+        streams = [asyncio.create_task(post(gateway, ASK, f"stream{i}")) for i in range(2)]
+        while len((await gateway.context.store.page(TICKETS, "", limit=10)).records) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert code_of(await post(gateway, WHOLE, "other")) == (429, "rate_limit_exceeded")
+        go.set()
+        assert [(await stream).status_code for stream in streams] == [200, 200]
+        monkeypatch.setattr(times, "TICKETS_FRESH_S", 0.0)
+        assert (await post(gateway, WHOLE, "other")).status_code == 200
+
+
+async def test_of_one_that_was_never_answered_nobody_knows_after_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shared() as store:
+        kept = KeptTickets(store, 1000.0)
+        lost = await kept.begin("stream_lost", "", Ticket(digest="", path="", job_id="j", num_bytes=7), b"job")
+        assert await kept.forget_oldest("", Held(0, 0)) == (Held(1, 7), times.TICKET_RESTS_S)
+        monkeypatch.setattr(times, "TICKET_STALE_S", 0.0)
+        assert (await kept.forget_oldest("", Held(0, 0)))[0] == Held(0, 0)
+        assert await kept.find(lost.name, "") is None
+        assert await store.get(JOBS, "j") is None
 
 
 async def test_it_is_forgotten_by_and_by(tmp_path: Path) -> None:
