@@ -76,7 +76,7 @@ def test_who_runs_a_response_says_so_several_times_before_another_takes_it_over(
 
 def test_who_runs_a_ticket_says_so_several_times_and_outlives_its_client_for_as_long_as_that_looks_for_it() -> None:
     assert times.STORE_CALL_S < times.TICKET_LEASE_S < times.TICKET_GRACE_S < times.TICKET_RESTS_S
-    assert times.TICKET_RESTS_S < times.TICKET_STALE_S < times.TICKET_KEPT_S
+    assert times.TICKET_RESTS_S < times.BACKGROUND_TICKET_RESTS_S < times.TICKET_KEPT_S
     assert times.STORE_CALL_S + times.TICKET_LEASE_S / 3 < times.TICKET_LEASE_S
     assert times.RECONNECT_FIRST_S < times.RECONNECT_MOST_S < times.TICKET_GRACE_S
     assert times.RESTART_MOST_S + times.START_S < times.TICKET_GRACE_S

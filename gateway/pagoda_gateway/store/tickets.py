@@ -8,6 +8,7 @@ That it is not there says nothing to who runs it, as a store may lose what it ha
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import time
@@ -39,36 +40,6 @@ FORGOTTEN = "forgotten_tickets"
 NAME_PREFIX = "stream_"
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`digest` is that of the request; `num_bytes` what job and answer take; `runner` the gateway that began to run it
-    last. `answered`: its answer is there, since `answered_at` (Unix seconds). The job of one in the `background` is
-    kept with the response of its id.
-    """
-
-    digest: str
-    path: str
-    job_id: str
-    num_bytes: int
-    stream: bool = False
-    background: bool = False
-    runner: str = ""
-    answered: bool = False
-    answered_at: float = 0.0
-
-
-class Found(NamedTuple):
-    record: Record
-    ticket: Ticket
-
-    @property
-    def name(self) -> str:
-        return self.record.key
-
-    @property
-    def owner(self) -> str:
-        return self.record.owner
-
-
 class Held(NamedTuple):
     """What an owner has of them together."""
 
@@ -85,8 +56,58 @@ class Held(NamedTuple):
 NOTHING = Held(0, 0)
 
 
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`digest` is that of the request; `num_bytes` what job and answer take; `runner` the gateway that began to run it
+    last, which ended at `ended_at` (Unix seconds; 0: it runs, or nobody knows). `answered`: its answer is there. One in
+    the `background` is run elsewhere, for all that is known here since it began; its job is kept with its response.
+    """
+
+    digest: str
+    path: str
+    job_id: str
+    num_bytes: int
+    stream: bool = False
+    background: bool = False
+    runner: str = ""
+    answered: bool = False
+    ended_at: float = 0.0
+
+    @property
+    def held(self) -> Held:
+        return Held(1, self.num_bytes)
+
+    def rests_s(self, now: float) -> float:
+        """For how long it is still likely to be asked for: endless while it runs; a clock that was wrong counts for
+        nothing."""
+        if not self.ended_at:
+            return math.inf
+        rest_s = times.BACKGROUND_TICKET_RESTS_S if self.background else times.TICKET_RESTS_S
+        left_s = self.ended_at + rest_s - now
+        return left_s if left_s <= 2 * rest_s else 0.0
+
+
+class Found(NamedTuple):
+    record: Record
+    ticket: Ticket
+
+    @property
+    def name(self) -> str:
+        return self.record.key
+
+    @property
+    def owner(self) -> str:
+        return self.record.owner
+
+
 def ticket_name(owner: str, key: str) -> str:
     return NAME_PREFIX + hashlib.sha256(f"{len(owner)} {owner}{key}".encode()).hexdigest()[:32]
+
+
+def check_job(job: bytes) -> None:
+    """Raises PagodaError where it is too large to be kept."""
+    if len(job) > MAX_VALUE_BYTES:
+        message = f"a request with an Idempotency-Key may take {MAX_VALUE_BYTES} bytes, prompt and tools included"
+        raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, f"{message}; this one takes {len(job)}")
 
 
 def not_found(name: str) -> PagodaError:
@@ -99,6 +120,7 @@ class KeptTickets:
     def __init__(self, store: Store, keep_s: float) -> None:
         self._store = store
         self._keep_s = keep_s
+        self._dropping: set[asyncio.Task[None]] = set()
 
     async def find(self, name: str, owner: str) -> Found | None:
         record = await self._store.get(TICKETS, name)
@@ -107,10 +129,7 @@ class KeptTickets:
         return Found(record, decoded(name, record.value, Ticket))
 
     async def begin(self, name: str, owner: str, ticket: Ticket, job: bytes) -> Found:
-        """Raises Conflict where there is one of this name, and PagodaError where the job is too large to be kept."""
-        if len(job) > MAX_VALUE_BYTES:
-            message = f"a request with an Idempotency-Key may take {MAX_VALUE_BYTES} bytes, prompt and tools included"
-            raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, f"{message}; this one takes {len(job)}")
+        """Raises Conflict where there is one of this name."""
         expires_at = time.time() + self._keep_s
         if job:
             await self._store.put(JOBS, ticket.job_id, job, owner=owner, expires_at=expires_at)
@@ -157,7 +176,7 @@ class KeptTickets:
         await self._store.append(log, parts_of(answer), index=0)
         await self._store.keep_until(log, found.record.expires_at)
         num_bytes = found.ticket.num_bytes + len(answer)
-        await self.change(found, answered=True, answered_at=time.time(), num_bytes=num_bytes)
+        await self.change(found, answered=True, ended_at=time.time(), num_bytes=num_bytes)
         return True
 
     async def answer(self, found: Found) -> bytes:
@@ -183,8 +202,15 @@ class KeptTickets:
     async def is_forgotten(self, job_id: str) -> bool:
         return await self._store.get(FORGOTTEN, job_id) is not None
 
+    async def ended(self, found: Found) -> None:
+        """Nobody runs it now. Raises Conflict where it is not that one any more."""
+        await self.change(found, ended_at=time.time())
+
     async def delete(self, found: Found) -> None:
         await self._store.delete(TICKETS, found.name)
+        await self._drop_rest(found)
+
+    async def _drop_rest(self, found: Found) -> None:
         await self._store.delete(JOBS, found.ticket.job_id)
         await self._store.delete(HANDED, found.ticket.job_id)
         await self._store.drop(_answer_log(found))
@@ -192,36 +218,57 @@ class KeptTickets:
     async def held_by(self, owner: str) -> Held:
         held = NOTHING
         async for _, ticket in self._oldest_first(owner):
-            held = held.plus(_taken_by(ticket))
+            held = held.plus(Held(1, 0) if ticket is None else ticket.held)
         return held
 
-    async def forget_oldest(self, owner: str, target: Held) -> tuple[Held, float]:
-        """Delete what nobody is likely to ask for again, the oldest first, until what is left is within `target`.
+    async def forget_oldest(self, owner: str, needed: Held, spare: Held) -> tuple[Held, float]:
+        """Delete what nobody is likely to ask for again, the oldest first, if that makes the room that is needed; and
+        up to as much to spare.
 
         Returns:
-            What is left, and in how many seconds more of it may be forgotten, at the soonest.
+            What was deleted; and where that is nothing, in how many seconds there might be room, at the soonest.
         """
-        tickets = [(record, ticket) async for record, ticket in self._oldest_first(owner)]
-        held, waits_s = NOTHING, [times.TICKET_RESTS_S]
-        for _, ticket in tickets:
-            held = held.plus(_taken_by(ticket))
-        for record, ticket in tickets:
-            if held.within(target):
+        going: list[Found] = []
+        room, soon, now = NOTHING, list[tuple[float, Held]](), time.time()
+        async for record, ticket in self._oldest_first(owner):
+            if ticket is None or (wait_s := ticket.rests_s(now)) == math.inf:
+                continue
+            if wait_s > 0.0:
+                soon.append((wait_s, ticket.held))
+                continue
+            going.append(Found(record, ticket))
+            room = room.plus(ticket.held)
+            if needed.plus(spare).within(room):
                 break
-            if ticket is None:
-                continue
-            if (wait_s := self._rests_s(Found(record, ticket))) > 0.0:
-                waits_s.append(wait_s)
-                continue
-            await self.delete(Found(record, ticket))
-            held = Held(held.number - 1, held.num_bytes - ticket.num_bytes)
-        return held, min(waits_s)
+        if needed.within(room):
+            return await self._let_all_go(going), 0.0
+        for wait_s, held in sorted(soon):
+            room = room.plus(held)
+            if needed.within(room):
+                return NOTHING, wait_s
+        return NOTHING, times.TICKET_RESTS_S
 
-    def _rests_s(self, found: Found) -> float:
-        """For how long it is not to be forgotten yet. One that is not answered may still run, up to some time."""
-        if found.ticket.answered:
-            return found.ticket.answered_at + times.TICKET_RESTS_S - time.time()
-        return times.TICKET_STALE_S - self.age_s(found)
+    async def _let_all_go(self, several: list[Found]) -> Held:
+        """Those that are as they were found. What else there is of them goes when nobody waits for it any more."""
+        gone: list[Found] = []
+        try:
+            for found in several:
+                with suppress(Conflict):
+                    if await self._store.delete(TICKETS, found.name, expect=found.record.version):
+                        gone.append(found)
+        finally:
+            task = asyncio.create_task(self._drop_rest_of(gone))
+            self._dropping.add(task)
+            task.add_done_callback(self._dropping.discard)
+        return Held(len(gone), sum(found.ticket.num_bytes for found in gone))
+
+    async def _drop_rest_of(self, several: list[Found]) -> None:
+        for found in several:
+            with suppress(PagodaError):  # it expires
+                await self._drop_rest(found)
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*self._dropping)
 
     async def _oldest_first(self, owner: str) -> AsyncIterator[tuple[Record, Ticket | None]]:
         """None for one that cannot be read."""
@@ -242,10 +289,6 @@ class KeptTickets:
 
     async def release(self, name: str, holder: str) -> None:
         await self._store.release(f"ticket/{name}", holder)
-
-
-def _taken_by(ticket: Ticket | None) -> Held:
-    return Held(1, 0 if ticket is None else ticket.num_bytes)
 
 
 def _answer_log(found: Found) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from pagoda_gateway.generation.tape import Tape
 from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.store.interface import MAX_APPEND_BYTES, MAX_VALUE_BYTES, Conflict, decoded
 from pagoda_gateway.store.opening import is_lasting
-from pagoda_gateway.store.tickets import Found, KeptTickets, Ticket, not_found, ticket_name
+from pagoda_gateway.store.tickets import Found, KeptTickets, Ticket, check_job, not_found, ticket_name
 from pagoda_gateway.tickets.live import Live
 from pagoda_gateway.tickets.room import TicketRoom
 from pagoda_proto import times
@@ -128,6 +129,7 @@ class Tickets:
         for live in list(self._live.values()):
             live.stop(PagodaError(ErrorCode.UNAVAILABLE, "the gateway is shutting down"))
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._kept.aclose()
 
     # Who asks
 
@@ -169,7 +171,9 @@ class Tickets:
             stream=named.stream,
             background=named.background,
             runner=self._holder,
+            ended_at=time.time() if named.background else 0.0,
         )
+        check_job(data)
         await self._room.take(named.owner, len(data))
         return await self._kept.begin(named.name, named.owner, ticket, data)
 
@@ -229,7 +233,13 @@ class Tickets:
         Raises:
             PagodaError: IN_PROGRESS where it is no stream and is answered elsewhere; as a run does.
         """
-        source = await self._source(found, job, charge)
+        try:
+            source = await self._source(found, job, charge)
+        except PagodaError as error:
+            if error.code is ErrorCode.NOT_FOUND and reader.at is None:
+                message = "what was kept under this Idempotency-Key was forgotten just now"
+                raise PagodaError(ErrorCode.UNAVAILABLE, message, retry_after_s=1.0) from error
+            raise
         with source.reader(reader.resumes) if isinstance(source, Live) else nullcontext():
             async with self._read(found, source.job, source.tape, dialect, reader.at) as writer:
                 yield writer
@@ -301,12 +311,17 @@ class Tickets:
             if not claimed and not found.ticket.stream:
                 message = "the request with this Idempotency-Key is being answered by another gateway"
                 raise PagodaError(ErrorCode.IN_PROGRESS, message, retry_after_s=times.RESPONSE_SWEEP_S)
-            found = await self._kept.change(found, runner=self._holder)
+        if found.ticket.runner != self._holder or found.ticket.ended_at:
+            found = await self._kept.change(found, runner=self._holder, ended_at=0.0)
         so_far = await self._kept.handed_over(found) if life else b""
         if (live := self._running(found)) is not None:
             return live  # somebody was quicker
         holding = self._ctx.memory.holding(f"ticket {found.owner}")
-        holding.grow_to(held_bytes(job) + BYTES_PER_TOKEN * job.num_prompt_tokens)
+        try:
+            holding.grow_to(held_bytes(job) + BYTES_PER_TOKEN * job.num_prompt_tokens)
+        except PagodaError:
+            await self._tell_end(found)
+            raise
         crowded = len(self._live) >= self._ctx.config.max_background_responses
         live = self._live[found.name] = Live(found, job, life, holding, 0.0 if crowded else self._grace_s)
         if so_far:
@@ -317,13 +332,14 @@ class Tickets:
 
     async def _to_its_end(self, live: Live, charge: Charge) -> None:
         claiming = asyncio.create_task(self._keep_claim(live))
+        told = False
         try:
             async with running(self._ctx, live.job, live.found.name, charge, live.tape.recording) as run:
                 live.tape.start(run.fingerprint)
                 while await run.next():
                     pass
             live.tape.end()
-            await self._keep_answer(live)
+            told = await self._keep_answer(live)
         except asyncio.CancelledError:
             live.tape.fail(live.why or PagodaError(ErrorCode.UNAVAILABLE, "the gateway is shutting down"))
             if live.why is None:
@@ -331,8 +347,9 @@ class Tickets:
         except PagodaError as error:
             refused = live.is_new and not live.tape.was_started and not error.status.retryable
             live.tape.fail(error)
-            if refused:
-                await self._give_up(live)
+            if refused:  # what it asks for may be mended under the same key
+                with suppress(PagodaError):
+                    await self._kept.delete(live.found)
         except Exception as error:  # noqa: BLE001 - readers wait for an ending
             live.tape.fail(internal(error, {"state": {"request_id": live.job.id}}))
         finally:
@@ -340,22 +357,25 @@ class Tickets:
             live.holding.release()
             if self._live.get(live.found.name) is live:
                 del self._live[live.found.name]
+            if not told:
+                await self._tell_end(live.found)
             with suppress(PagodaError):
                 await self._kept.release(live.found.name, self._holder)
 
-    async def _keep_answer(self, live: Live) -> None:
-        """Where it cannot be kept, it is generated again when it is asked for."""
+    async def _tell_end(self, found: Found) -> None:
+        """Of what has no answer; not where somebody else runs it."""
+        with suppress(PagodaError, Conflict):
+            await self._kept.ended(found)
+
+    async def _keep_answer(self, live: Live) -> bool:
+        """False where it cannot be kept: it is generated again when it is asked for."""
         if live.tape.num_numbers > MAX_APPEND_BYTES:
-            return
+            return False
         answer = live.tape.dump()
         with suppress(PagodaError, Conflict):
             await self._room.take(live.found.owner, len(answer), number=0)
-            await self._kept.keep_answer(live.found, answer)
-
-    async def _give_up(self, live: Live) -> None:
-        """A request that is refused for what it asks may be mended under the same key."""
-        with suppress(PagodaError):
-            await self._kept.delete(live.found)
+            return await self._kept.keep_answer(live.found, answer)
+        return False
 
     async def _keep_claim(self, live: Live) -> None:
         """And end it where it is deleted, or where nobody reads it here and another gateway runs it. What the store has

@@ -20,7 +20,7 @@ from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.routes import generating
 from pagoda_gateway.store.interface import Store
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
-from pagoda_gateway.store.tickets import JOBS, TICKETS, Held, KeptTickets, Ticket, ticket_name
+from pagoda_gateway.store.tickets import JOBS, TICKETS, KeptTickets, ticket_name
 from pagoda_gateway.tickets.tickets import WAYS, Tickets
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode
@@ -91,9 +91,10 @@ def code_of(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
-async def left(gateway: Gateway, body: dict[str, Any]) -> None:
+async def left(gateway: Gateway, body: dict[str, Any], key: str = "k") -> None:
     """A client that asks, and leaves while the engine core is held up."""
-    asking = asyncio.create_task(post(gateway, body))
+    gateway.engine.submitted.clear()
+    asking = asyncio.create_task(post(gateway, body, key))
     await gateway.engine.submitted.wait()
     await gateway.engine.generations[-1].waiting.wait()
     asking.cancel()
@@ -432,7 +433,7 @@ async def test_what_is_kept_of_a_tenant_is_bounded(tmp_path: Path) -> None:
         assert found == [200, 200, 429]
         assert 1 <= int((await post(gateway, WHOLE, "k3")).headers["retry-after"]) <= times.TICKET_RESTS_S
     async with running(tmp_path, max_tickets_bytes=100) as gateway:
-        assert code_of(await post(gateway, WHOLE)) == (429, "rate_limit_exceeded")
+        assert code_of(await post(gateway, WHOLE)) == (413, "request_too_large")
     async with running(tmp_path) as gateway:
         prompts = {"model": MODEL, "prompt": ["hi"] * 100, "n": 2, "stream": True}
         response = await gateway.client.post(COMPLETIONS, json=prompts, headers={"Idempotency-Key": "k"})
@@ -473,17 +474,33 @@ async def test_what_is_not_answered_makes_no_room(tmp_path: Path, monkeypatch: p
         assert (await post(gateway, WHOLE, "other")).status_code == 200
 
 
-async def test_of_one_that_was_never_answered_nobody_knows_after_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with shared() as store:
-        kept = KeptTickets(store, 1000.0)
-        lost = await kept.begin("stream_lost", "", Ticket(digest="", path="", job_id="j", num_bytes=7), b"job")
-        assert await kept.forget_oldest("", Held(0, 0)) == (Held(1, 7), times.TICKET_RESTS_S)
-        monkeypatch.setattr(times, "TICKET_STALE_S", 0.0)
-        assert (await kept.forget_oldest("", Held(0, 0)))[0] == Held(0, 0)
-        assert await kept.find(lost.name, "") is None
-        assert await store.get(JOBS, "j") is None
+@pytest.mark.parametrize("end", ["overloaded", "left", "no room for its answer"])
+async def test_whatever_ended_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setattr(times, "TICKET_RESTS_S", 0.0)
+    async with running(tmp_path, max_tickets=2, ticket_grace_s=0.0) as gateway:
+        plain = gateway.engine.script
+        if end == "overloaded":
+            gateway.engine.script = failing(ErrorCode.OVERLOADED)
+        elif end == "left":
+            held_up(gateway)
+        else:
+            monkeypatch.setattr("pagoda_gateway.tickets.tickets.MAX_APPEND_BYTES", 1)
+        for i in range(2):
+            await (left(gateway, ASK, f"k{i}") if end == "left" else post(gateway, WHOLE, f"k{i}"))
+        gateway.engine.script = plain
+        async with asyncio.timeout(60):
+            while gateway.tickets._live:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await post(gateway, WHOLE, "new")).status_code == 200
+
+
+async def test_a_request_that_cannot_be_kept_forgets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "TICKET_RESTS_S", 0.0)
+    async with running(tmp_path, max_tickets=1) as gateway:
+        await post(gateway, WHOLE, "kept")
+        monkeypatch.setattr("pagoda_gateway.store.tickets.MAX_VALUE_BYTES", 100)
+        assert code_of(await post(gateway, WHOLE, "large")) == (413, "request_too_large")
+        assert "idempotent-replayed" in (await post(gateway, WHOLE, "kept")).headers
 
 
 async def test_it_is_forgotten_by_and_by(tmp_path: Path) -> None:
