@@ -28,8 +28,8 @@ from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.routes.body import caller_of, hold_for, read_body, timeout_of, while_connected
 from pagoda_gateway.routes.described import JSON, endpoint
 from pagoda_gateway.store.tickets import Found
-from pagoda_gateway.tickets.naming import Naming, headers_of, reader_of
-from pagoda_gateway.tickets.tickets import Named, NewJob, Opened, Tickets
+from pagoda_gateway.tickets.naming import Named, Naming, Opened, headers_of, reader_of
+from pagoda_gateway.tickets.tickets import NewJob, Tickets
 
 DIALECTS: Sequence[Dialect[Any]] = (CHAT, COMPLETIONS, MESSAGES)
 ERROR_SHAPES = {dialect.path: dialect.error for dialect in DIALECTS}

@@ -20,8 +20,8 @@ from pagoda_gateway.routes.body import caller_of, json_response, query_of, read_
 from pagoda_gateway.routes.described import JSON, endpoint
 from pagoda_gateway.routes.generating import DIALECTS, job_maker, respond
 from pagoda_gateway.store.responses import not_found
-from pagoda_gateway.tickets.naming import Naming, headers_of
-from pagoda_gateway.tickets.tickets import Named, NewJob, Opened, Tickets
+from pagoda_gateway.tickets.naming import Named, Naming, Opened, headers_of
+from pagoda_gateway.tickets.tickets import NewJob, Tickets
 from pagoda_proto.errors import InvalidParams, Problem
 
 PATH = RESPONSES.path

@@ -38,6 +38,7 @@ JOBS = "ticket_jobs"
 HANDED = "ticket_tapes"
 FORGOTTEN = "forgotten_tickets"
 NAME_PREFIX = "stream_"
+OTHERS = 64  # that may be forgotten, too, are looked for, as another gateway may forget the first ones at the same time
 
 
 class Held(NamedTuple):
@@ -229,6 +230,7 @@ class KeptTickets:
             What was deleted; and where that is nothing, in how many seconds there might be room, at the soonest.
         """
         going: list[Found] = []
+        others = 0
         room, soon, now = NOTHING, list[tuple[float, Held]](), time.time()
         async for record, ticket in self._oldest_first(owner):
             if ticket is None or (wait_s := ticket.rests_s(now)) == math.inf:
@@ -238,29 +240,33 @@ class KeptTickets:
                 continue
             going.append(Found(record, ticket))
             room = room.plus(ticket.held)
-            if needed.plus(spare).within(room):
+            if needed.plus(spare).within(room) and (others := others + 1) > OTHERS:
                 break
         if needed.within(room):
-            return await self._let_all_go(going), 0.0
+            return await self._let_go_of(going, needed.plus(spare)), 0.0
         for wait_s, held in sorted(soon):
             room = room.plus(held)
             if needed.within(room):
                 return NOTHING, wait_s
         return NOTHING, times.TICKET_RESTS_S
 
-    async def _let_all_go(self, several: list[Found]) -> Held:
-        """Those that are as they were found. What else there is of them goes when nobody waits for it any more."""
-        gone: list[Found] = []
+    async def _let_go_of(self, several: list[Found], enough: Held) -> Held:
+        """As many of those that are as they were found as make it enough. What else there is of them goes when nobody
+        waits for it any more."""
+        gone, room = list[Found](), NOTHING
         try:
             for found in several:
+                if enough.within(room):
+                    break
                 with suppress(Conflict):
                     if await self._store.delete(TICKETS, found.name, expect=found.record.version):
                         gone.append(found)
+                        room = room.plus(found.ticket.held)
         finally:
             task = asyncio.create_task(self._drop_rest_of(gone))
             self._dropping.add(task)
             task.add_done_callback(self._dropping.discard)
-        return Held(len(gone), sum(found.ticket.num_bytes for found in gone))
+        return room
 
     async def _drop_rest_of(self, several: list[Found]) -> None:
         for found in several:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from starlette.requests import Request
 
 from pagoda_gateway.dialects.dialect import Asked
+from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.positions import Position
 from pagoda_gateway.http.sse import NO_HEADERS
-from pagoda_gateway.tickets.tickets import Named, Opened, Reader
+from pagoda_gateway.store.tickets import Found, ticket_name
 from pagoda_proto.errors import InvalidParams, Problem
 
 KEY, LAST_ID = "Idempotency-Key", "Last-Event-ID"
@@ -19,6 +21,38 @@ RESUMES = "Pagoda-Resumes"  # of any value: this client asks again, elsewhere, w
 STREAMS = "/v1/streams"
 HEADERS = ("content-location", "idempotency-status", "idempotent-replayed")  # of answers
 _KEY_FORM = re.compile(r"[\x21-\x7e]{1,255}")
+
+
+class Named(NamedTuple):
+    """A request whose client gave it a `key`; `digest` is that of all it said, `at` what it has of the answer."""
+
+    owner: str
+    key: str
+    path: str
+    digest: str
+    stream: bool
+    background: bool = False
+    at: Position | None = None
+
+    @property
+    def name(self) -> str:
+        return ticket_name(self.owner, self.key)
+
+
+class Opened(NamedTuple):
+    """`found` is None where no ticket can be kept now; then there is a job, or one is still to be made. `repeated`: it
+    was there before."""
+
+    found: Found | None
+    job: Job | None
+    repeated: bool = False
+
+
+class Reader(NamedTuple):
+    """Whoever reads an answer: what it has of it, and whether it asks elsewhere when it is told that it ends here."""
+
+    at: Position | None
+    resumes: bool
 
 
 class Naming:

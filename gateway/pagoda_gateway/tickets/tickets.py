@@ -29,45 +29,14 @@ from pagoda_gateway.generation.tape import Tape
 from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.store.interface import MAX_APPEND_BYTES, MAX_VALUE_BYTES, Conflict, decoded
 from pagoda_gateway.store.opening import is_lasting
-from pagoda_gateway.store.tickets import Found, KeptTickets, Ticket, check_job, not_found, ticket_name
+from pagoda_gateway.store.tickets import Found, KeptTickets, Ticket, check_job, not_found
 from pagoda_gateway.tickets.live import Live
+from pagoda_gateway.tickets.naming import Named, Opened, Reader
 from pagoda_gateway.tickets.room import TicketRoom
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
 logger = logging.getLogger(__name__)
-
-
-class Named(NamedTuple):
-    """A request whose client gave it a `key`; `digest` is that of all it said, `at` what it has of the answer."""
-
-    owner: str
-    key: str
-    path: str
-    digest: str
-    stream: bool
-    background: bool = False
-    at: Position | None = None
-
-    @property
-    def name(self) -> str:
-        return ticket_name(self.owner, self.key)
-
-
-class Opened(NamedTuple):
-    """`found` is None where no ticket can be kept now; then there is a job, or one is still to be made. `repeated`: it
-    was there before."""
-
-    found: Found | None
-    job: Job | None
-    repeated: bool = False
-
-
-class Reader(NamedTuple):
-    """Whoever reads an answer: what it has of it, and whether it asks elsewhere when it is told that it ends here."""
-
-    at: Position | None
-    resumes: bool
 
 
 class Ended(NamedTuple):
