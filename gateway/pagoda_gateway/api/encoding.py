@@ -12,6 +12,8 @@ import msgspec
 VALUES_PER_SLICE = 4096
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+# Of a blank line behind an id OpenAI's client makes an event without data, and fails on it.
+PING_BETWEEN_IDS = b": ping\n"
 encoded = msgspec.json.Encoder().encode
 
 

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from pagoda_gateway.api.encoding import PING
+from pagoda_gateway.api.encoding import PING, PING_BETWEEN_IDS
 from pagoda_gateway.api.error_body import ErrorShape
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
@@ -44,7 +44,7 @@ class Dialect(Generic[Body]):
     """`job` makes a job of a body and its caller, or raises PagodaError naming the field.
 
     `writer` gives events ids where it is given marks, and leaves out what their reader has.
-    `error` is how failures are told at `path` and below it, `ping` what a silent stream sends.
+    `error` is how failures are told at `path` and below it, `ping_event` what a silent stream sends, if not a comment.
     """
 
     name: str
@@ -55,4 +55,8 @@ class Dialect(Generic[Body]):
     job: Callable[[GatewayContext, Body, Caller], Awaitable[Job]]
     writer: Callable[[GatewayContext, Run, Marks | None], Writer]
     error: ErrorShape
-    ping: bytes = PING
+    ping_event: bytes | None = None
+
+    def ping(self, *, ids: bool) -> bytes:
+        """What a silent stream sends whose events have `ids`, or none."""
+        return self.ping_event or (PING_BETWEEN_IDS if ids else PING)

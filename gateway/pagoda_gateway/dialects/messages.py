@@ -236,5 +236,5 @@ MESSAGES = Dialect(
     job=message_job,
     writer=lambda ctx, run, marks: MessagesWriter(run, marks),
     error=ANTHROPIC_ERRORS,
-    ping=_event({"type": "ping"}),
+    ping_event=_event({"type": "ping"}),
 )

@@ -83,7 +83,8 @@ async def respond(
         reading = _by_ticket(ctx, tickets, dialect, request, opened.found, opened.job)
     headers = headers_of(named, opened)
     if stream:
-        return EventStream(_events(reading), ctx.config.ping_interval_s, dialect.ping, headers)
+        ping = dialect.ping(ids=opened.found is not None)
+        return EventStream(_events(reading), ctx.config.ping_interval_s, ping, headers)
     async with until_disconnect(request.receive), reading() as writer:
         return Response(await writer.whole(), media_type=JSON, headers=dict(headers))
 

@@ -48,7 +48,7 @@ def router(ctx: GatewayContext, tickets: Tickets, dialects: Mapping[str, Dialect
                 async for data in writer.events():
                     yield data
 
-        return EventStream(events(), ctx.config.ping_interval_s, dialect.ping)
+        return EventStream(events(), ctx.config.ping_interval_s, dialect.ping(ids=True))
 
     @endpoint(routes, ONE, "End a stream, and forget it", DeletedStream, method="DELETE")
     async def delete(request: Request, stream_id: str) -> Response:

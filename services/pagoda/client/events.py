@@ -61,6 +61,8 @@ class EventCutter:
     def _taken(self, event: bytes) -> bytes:
         fields = [line.partition(b":") for line in event.splitlines() if line]
         found = {name: value.removeprefix(b" ") for name, _, value in fields}
+        if not found.keys() - {b""}:
+            return b""  # comments; behind an id OpenAI's client would take them for an event
         data, kind = found.get(b"data", b""), found.get(b"event", b"")
         code = _failure(kind, data)
         if code in _PASSING and self.resumable:

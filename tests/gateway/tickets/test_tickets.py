@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import openai
 import pytest
 from tests.gateway.fakes_engine import MODEL, Batch, Gateway, failing, make_gateway, play
 from tests.gateway.keys.flaky_store import FlakyStore
@@ -595,3 +596,25 @@ async def test_headers_that_say_nothing_are_refused(
     async with running(tmp_path) as gateway:
         response = await gateway.client.post(CHAT, json=body, headers=headers)
         assert (code_of(response), response.json()["error"]["param"]) == ((400, "invalid_argument"), named)
+
+
+async def test_openais_client_reads_on_behind_a_ping(tmp_path: Path) -> None:
+    """Which it does not where a blank line follows the comment, because of the id before."""
+    async with running(tmp_path, ping_interval_s=0.1) as gateway:
+        go, pings = held_up(gateway), 0
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            async def sending(message: Any) -> None:
+                nonlocal pings
+                pings += message.get("body", b"").startswith(b": ping")
+                if pings == 2:
+                    go.set()
+                await send(message)
+
+            await gateway.app(scope, receive, sending)
+
+        options: Any = {"max_retries": 0, "http_client": httpx.AsyncClient(transport=httpx.ASGITransport(app))}
+        async with openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="x", **options) as client:
+            stream = await client.chat.completions.create(**ASK, extra_headers={"Idempotency-Key": "k"})
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == TEXT
+        assert pings >= 2
