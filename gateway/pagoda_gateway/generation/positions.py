@@ -29,6 +29,9 @@ class Place(NamedTuple):
     units: int = 0
 
 
+NOWHERE = Place()
+
+
 class Position(NamedTuple):
     """`tag` stands for what the stream was made of: its job, weights and numerics; `besides` counts what is of no
     choice, as the dialect has it."""
@@ -85,8 +88,8 @@ class Marks:
         self._stream = stream
         self._made_of = made_of
         self._known_tag = None if known is None else known.tag
-        self._places = [Place()] * num_choices
-        self._known = [Place()] * num_choices if known is None else list(known.places)
+        self._places = [NOWHERE] * num_choices
+        self._known = [NOWHERE] * num_choices if known is None else list(known.places)
         self.besides = 0 if known is None else known.besides
 
     def known(self, choice: int) -> Place:
@@ -125,6 +128,8 @@ class Marks:
     def cut(self, update: Update) -> tuple[Update, Update]:
         """What the reader has of it, which is behind it then, and the rest."""
         known = self._known[update.choice]
+        if known == NOWHERE:
+            return Update(update.choice, [], None if update.logprobs is None else [], []), update
         at = min(known.tokens, len(update.token_ids))
         self._known[update.choice] = known._replace(tokens=known.tokens - at)
         self.move(update.choice, at, 0)

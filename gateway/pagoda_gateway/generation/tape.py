@@ -31,6 +31,7 @@ class Tape:
         self._whole: dict[str, WaitingDeltas] = {}
         self._readings: dict[str, list[_Reading]] = {}
         self._begun: Begun | None = None
+        self._tag = self._tag_with(None)
         self._started = asyncio.Event()
         self._ended = False
         self._error: PagodaError | None = None
@@ -77,12 +78,12 @@ class Tape:
 
     def tag(self) -> str:
         """Of what it is made: of weights and numerics, too, from its first tokens on, where these say it."""
-        return self._tag(self._begun)
+        return self._tag
 
     def fits(self, tag: str) -> bool:
-        return tag == self._tag(None) or self._begun is None or tag == self.tag()
+        return self._begun is None or tag == self._tag or tag == self._tag_with(None)
 
-    def _tag(self, begun: Begun | None) -> str:
+    def _tag_with(self, begun: Begun | None) -> str:
         made_of = [self._job_id] + ([] if begun is None else [begun.model_fingerprint, begun.numerics_id])
         return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:8]
 
@@ -111,7 +112,9 @@ class Tape:
 
     def add(self, delta: Delta) -> None:
         """It stays the giver's."""
-        self._begun = self._begun or delta.tokens.begun
+        if self._begun is None and delta.tokens.begun is not None:
+            self._begun = delta.tokens.begun
+            self._tag = self._tag_with(self._begun)
         self._whole.setdefault(delta.request_id, WaitingDeltas()).add(_copy(delta))
         for reading in self._readings.get(delta.request_id, ()):
             reading.add(_copy(delta))
@@ -228,10 +231,11 @@ def _copies(whole: WaitingDeltas) -> list[Delta]:
 
 def _copy(delta: Delta) -> Delta:
     """With lists of its own: who gets it may extend them."""
-    tokens = delta.result
-    lists = {
-        name: None if value is None else list(value)
-        for name in ("token_ids", "logprobs", "prompt_logprobs")
-        for value in (getattr(tokens, name),)
-    }
-    return msgspec.structs.replace(delta, result=msgspec.structs.replace(tokens, **lists))
+    tokens = delta.tokens
+    own = msgspec.structs.replace(
+        tokens,
+        token_ids=list(tokens.token_ids),
+        logprobs=None if tokens.logprobs is None else list(tokens.logprobs),
+        prompt_logprobs=None if tokens.prompt_logprobs is None else list(tokens.prompt_logprobs),
+    )
+    return msgspec.structs.replace(delta, result=own)
