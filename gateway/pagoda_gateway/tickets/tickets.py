@@ -326,10 +326,10 @@ class Tickets:
             live.holding.release()
             if self._live.get(live.found.name) is live:
                 del self._live[live.found.name]
-            if not told:
+            if not told:  # who finds an answer asks for no claim, which ends by itself
                 await self._tell_end(live.found)
-            with suppress(PagodaError):
-                await self._kept.release(live.found.name, self._holder)
+                with suppress(PagodaError):
+                    await self._kept.release(live.found.name, self._holder)
 
     async def _tell_end(self, found: Found) -> None:
         """Of what has no answer; not where somebody else runs it."""
@@ -349,7 +349,10 @@ class Tickets:
     async def _keep_claim(self, live: Live) -> None:
         """And end it where it is deleted, or where nobody reads it here and another gateway runs it. What the store has
         lost is written anew."""
+        with suppress(PagodaError):
+            await self._kept.claim(live.found.name, self._holder, times.TICKET_LEASE_S)
         while True:
+            await asyncio.sleep(times.TICKET_LEASE_S / 3)
             with suppress(PagodaError):
                 await self._kept.claim(live.found.name, self._holder, times.TICKET_LEASE_S)
                 found = await self._kept.find(live.found.name, live.found.owner)
@@ -360,7 +363,6 @@ class Tickets:
                         await self._written_again(live)
                 elif found.ticket.runner != self._holder and not live.num_readers:
                     live.stop(PagodaError(ErrorCode.CANCELLED, "it is read elsewhere"))
-            await asyncio.sleep(times.TICKET_LEASE_S / 3)
 
 
 def _same(found: Found, named: Named) -> Found:
