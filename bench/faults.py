@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -168,6 +169,7 @@ def run(name: str, scenario: Scenario, seed: int) -> bool:
                 began = time.monotonic()
         except Exception as error:  # noqa: BLE001 - a stack that falls is a result; the other scenarios have stacks of their own
             print(f"{name:10} ended early: {type(error).__name__}: {str(error)[-2000:]}", flush=True)
+            traceback.print_exc()
             return False
     return sound
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,17 @@ class Stack:
     port: int
     data_dir: Path
     log: Path
+    clients: list[openai.OpenAI] = field(default_factory=list)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+        """Closed with the stack, at the latest."""
+        client = openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0} | options)
+        self.clients.append(client)
+        return client
 
     def async_client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
@@ -118,6 +122,8 @@ def running_stack(tmp_path: Path, *arguments: str, model: str = "", workers: int
         stack.wait_until(lambda: len(stack.ready_workers()) == workers, READY_TIMEOUT_S)
         yield stack
     finally:
+        for client in stack.clients:
+            client.close()
         family = stack.family() if process.poll() is None else []
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
@@ -132,6 +138,12 @@ def running_stack(tmp_path: Path, *arguments: str, model: str = "", workers: int
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def remaining(processes: list[psutil.Process], timeout_s: float = 30.0) -> list[psutil.Process]:
+    """Those that do not end. Of an id that is a thread's by now, psutil would raise FileNotFoundError."""
+    _, left = psutil.wait_procs(alive(processes), timeout_s)
+    return list(left)
 
 
 def kill(pid: int) -> None:

@@ -38,7 +38,7 @@ class Keyed:
         return done.stdout.strip()
 
     def client(self, key: str) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.stack.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+        return self.stack.client(api_key=key, timeout=PATIENCE_S)
 
     def get(self, key: str, path: str) -> httpx.Response:
         return httpx.get(f"{self.stack.url}{path}", headers={"authorization": f"Bearer {key}"}, timeout=PATIENCE_S)

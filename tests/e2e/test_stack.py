@@ -10,9 +10,8 @@ from pathlib import Path
 
 import httpx
 import openai
-import psutil
 import pytest
-from tests.e2e.stack import Stack, alive, kill, running_stack
+from tests.e2e.stack import Stack, alive, kill, remaining, running_stack
 
 from pagoda.cli import main
 from pagoda.processes.process import EXIT_CONFIG, EXIT_CRASH, EXIT_OK
@@ -167,8 +166,7 @@ def test_nothing_is_left_after_the_supervisor_ends(tmp_path: Path, signum: signa
         assert len(family) == 4
         stack.process.send_signal(signum)
         stack.process.wait(120)
-        _, left = psutil.wait_procs(alive(family), timeout=60)
-        assert alive(left) == []
+        assert alive(remaining(family, 60)) == []
         if signum is not signal.SIGKILL:
             assert stack.process.returncode == 0, stack.tail()
 

@@ -48,8 +48,8 @@ def test_tiers_meet_over_encrypted_links_and_strangers_stay_out(tiers: Tiers, tm
 
     tiers.wait_until(lambda: healthy(f"{tiers.url}/health/ready"))
     assert healthy(f"file:{alive}")
-    client = openai.OpenAI(base_url=f"{tiers.url}/v1", api_key="none")
-    answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "What is 2 + 3?"}])
+    with openai.OpenAI(base_url=f"{tiers.url}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "What is 2 + 3?"}])
     assert "5" in (answer.choices[0].message.content or "")
     assert not stranger_alive.exists()
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 import psutil
+from tests.e2e.stack import remaining
 from tests.faults.doubled import ENGINE_CORES, GATEWAYS, Doubled, core_of
 from tests.faults.leaving import RECOVERY_S, Oracle
 from tests.faults.proxy import FAULTS
@@ -155,7 +156,7 @@ def _descriptors(place: Doubled, before: dict[str, int]) -> list[str]:
 
 
 def _processes(place: Doubled, seen: set[psutil.Process]) -> list[str]:
-    _, left = psutil.wait_procs(seen - set(place.family()), timeout=30)
+    left = remaining(list(seen - set(place.family())))
     return [f"processes {left}"] if left else []
 
 

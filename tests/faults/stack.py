@@ -13,7 +13,7 @@ from typing import Protocol
 import grpc
 import psutil
 from bench.sides import is_ready
-from tests.e2e.stack import running_stack
+from tests.e2e.stack import remaining, running_stack
 from tests.e2e.tiers import Tiers, tiers_apart
 from tests.faults.proxy import ChaosProxy
 
@@ -48,8 +48,7 @@ def served(directory: Path, *arguments: str, workers: int = 1) -> Iterator[Place
         family = stack.family()
         yield stack
         family += stack.family()
-    _, left = psutil.wait_procs(family, timeout=30)
-    if left:
+    if left := remaining(family):
         raise RuntimeError(f"processes are left: {left}")
 
 
