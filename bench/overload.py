@@ -4,12 +4,13 @@ stack in the same run.
 
     python bench/overload.py [MODEL] [--seconds 60] [--times 10] [--only overload,tenants] [--seed 0]
 
-overload: a closed loop finds what the stack gets done at most (its peak), then requests come at so many times that
-rate. Of what is answered whole, tokens a second are the goodput; memory is that of all processes, in the middle of the
-overload and at its end; recovered is when the first request after it has its first token in twice the time that takes
-on an idle stack. tenants: under the policy `fair`, the times to first token of a key that asks now and then, alone and
-while another key's requests fill all rows and the queue. The exit status is 1 where goodput is below 0.9 of the peak,
-memory grows by more than a tenth, recovery takes more than 2 s, or the small key waits more than twice as long (p95).
+overload: a closed loop finds what the stack gets done at most (its peak), for as long as the overload is to last, then
+requests come at so many times that rate. Of what is answered whole, tokens a second are the goodput; memory is that of
+all processes, in the middle of the overload and at its end; recovered is when the first request after it has its first
+token in twice the time that takes on an idle stack. tenants: under the policy `fair`, the times to first token of a key
+that asks now and then, alone and while another key's requests fill all rows and the queue. The exit status is 1 where
+goodput is below 0.9 of the peak, memory grows by more than a tenth, recovery takes more than 2 s, or the small key
+waits more than twice as long (p95).
 
 The gateway takes few connections (--connections), as one that serves a small stack should: who is refused at the door
 costs least, and what it takes in beyond what the engine core may queue only waits on its way there. The KV cache is
@@ -46,7 +47,7 @@ MIB = 1024**2
 ROWS = 32
 QUEUE_S = 1.0  # a request may wait for so long; who would wait for longer is refused at once
 SHAPE = {"input_len": 64, "output_len": 64, "output_spread": 16.0}
-PEAK_S, IDLE_PROBES, PROBE_GAP_S = 15.0, 20, 0.2
+IDLE_PROBES, PROBE_GAP_S = 20, 0.2
 SMALL_KEY, LARGE_KEY = "small-key-of-a-tenant", "large-key-of-a-tenant"
 FLOOD = 3 * ROWS
 BLOCKS = 20 * ROWS  # a request needs 4 or 5
@@ -140,8 +141,8 @@ async def overloaded(place: Place, seconds: float, times: float, seed: int) -> b
     await first_tokens(client, 5, seed)  # the first ones prepare
     idle = p95(await first_tokens(client, IDLE_PROBES, seed + 1))
     began = time.perf_counter()
-    peak = await run_load(client, Plan(rows(100_000, seed + 2), 2 * ROWS, None, PEAK_S))
-    peak_tokens = tokens_per_s(peak.sent, began, PEAK_S)
+    peak = await run_load(client, Plan(rows(100_000, seed + 2), 2 * ROWS, None, seconds))
+    peak_tokens = tokens_per_s(peak.sent, began, seconds)
     rate = sum(map(whole, peak.sent)) / peak.wall_s
     print(f"idle: first token p95 {1000 * idle:.0f} ms; peak: {peak_tokens:.0f} tokens/s, {rate:.1f} requests/s")
     many = rows(int(times * rate * seconds), seed + 3)
