@@ -122,8 +122,6 @@ def running_stack(tmp_path: Path, *arguments: str, model: str = "", workers: int
         stack.wait_until(lambda: len(stack.ready_workers()) == workers, READY_TIMEOUT_S)
         yield stack
     finally:
-        for client in stack.clients:
-            client.close()
         family = stack.family() if process.poll() is None else []
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
@@ -134,10 +132,18 @@ def running_stack(tmp_path: Path, *arguments: str, model: str = "", workers: int
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
             raise RuntimeError(f"the stack did not stop; log:\n{stack.tail()}") from None
+        finally:
+            for client in stack.clients:
+                client.close()
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends while it is looked at
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def remaining(processes: list[psutil.Process], timeout_s: float = 30.0) -> list[psutil.Process]:

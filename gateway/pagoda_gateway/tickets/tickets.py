@@ -61,6 +61,7 @@ class Tickets:
         self._room = TicketRoom(self._kept, ctx.config.max_tickets, ctx.config.max_tickets_bytes)
         self._holder = secrets.token_hex(8)
         self._live: dict[str, Live] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # of those that live, and of those that are told of as ended
         self._grace_s = ctx.config.ticket_grace_s
 
     async def leave(self) -> None:
@@ -94,10 +95,9 @@ class Tickets:
                 await self._kept.hand_over(live.found, so_far, 2 * times.TICKET_GRACE_S)
 
     async def aclose(self) -> None:
-        tasks = [live.task for live in self._live.values() if live.task is not None]
         for live in list(self._live.values()):
             live.stop(PagodaError(ErrorCode.UNAVAILABLE, "the gateway is shutting down"))
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._kept.aclose()
 
     # Who asks
@@ -297,6 +297,8 @@ class Tickets:
             with suppress(msgspec.DecodeError):
                 live.tape = Tape.begun(job.id, life, so_far)
         live.task = asyncio.create_task(self._to_its_end(live, charge), name=found.name)
+        self._tasks.add(live.task)
+        live.task.add_done_callback(self._tasks.discard)
         return live
 
     async def _to_its_end(self, live: Live, charge: Charge) -> None:
@@ -326,10 +328,10 @@ class Tickets:
             live.holding.release()
             if self._live.get(live.found.name) is live:
                 del self._live[live.found.name]
-            if not told:  # who finds an answer asks for no claim, which ends by itself
+            if not told:
                 await self._tell_end(live.found)
-                with suppress(PagodaError):
-                    await self._kept.release(live.found.name, self._holder)
+            with suppress(PagodaError):
+                await self._kept.release(live.found.name, self._holder)
 
     async def _tell_end(self, found: Found) -> None:
         """Of what has no answer; not where somebody else runs it."""
