@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import openai
 import pytest
 from tests.gateway.fakes_engine import MODEL, Batch, Gateway, failing, make_gateway, play
 from tests.gateway.keys.flaky_store import FlakyStore
@@ -19,9 +18,9 @@ from tests.gateway.keys.whole_app import running_app
 
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.routes import generating
-from pagoda_gateway.store.interface import Conflict, Store
+from pagoda_gateway.store.interface import Store
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
-from pagoda_gateway.store.tickets import JOBS, TICKETS, KeptTickets, Ticket, ticket_name
+from pagoda_gateway.store.tickets import JOBS, TICKETS, KeptTickets, ticket_name
 from pagoda_gateway.tickets.tickets import WAYS, Tickets
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode
@@ -596,61 +595,3 @@ async def test_headers_that_say_nothing_are_refused(
     async with running(tmp_path) as gateway:
         response = await gateway.client.post(CHAT, json=body, headers=headers)
         assert (code_of(response), response.json()["error"]["param"]) == ((400, "invalid_argument"), named)
-
-
-async def test_openais_client_reads_on_behind_a_ping(tmp_path: Path) -> None:
-    """Which it does not where a blank line follows the comment, because of the id before."""
-    async with running(tmp_path, ping_interval_s=0.1) as gateway:
-        go, pings = held_up(gateway), 0
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            async def sending(message: Any) -> None:
-                nonlocal pings
-                pings += message.get("body", b"").startswith(b": ping")
-                if pings == 2:
-                    go.set()
-                await send(message)
-
-            await gateway.app(scope, receive, sending)
-
-        options: Any = {"max_retries": 0, "http_client": httpx.AsyncClient(transport=httpx.ASGITransport(app))}
-        async with openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="x", **options) as client:
-            stream = await client.chat.completions.create(**ASK, extra_headers={"Idempotency-Key": "k"})
-            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == TEXT
-        assert pings >= 2
-
-
-async def test_an_answer_is_kept_also_where_another_gateway_that_ran_it_came_to_its_end_first() -> None:
-    async with shared() as store:
-        kept = KeptTickets(store, 60.0)
-        ticket = Ticket(digest="d", path=CHAT, job_id="j", num_bytes=0, stream=True, runner="first")
-        begun = await kept.begin("n", "", ticket, b"job")
-        taken_over = await kept.change(begun, runner="second")
-        with pytest.raises(Conflict):
-            await kept.keep_answer(begun, b"tokens")
-        assert await kept.keep_answer(taken_over, b"tokens")
-        found = await kept.find("n", "")
-        assert found is not None
-        assert found.ticket.answered
-        assert await kept.answer(found) == b"tokens"
-
-
-async def test_a_gateway_that_closes_waits_for_what_is_still_to_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, go, whole = asyncio.Event(), asyncio.Event(), KeptTickets.release
-
-    async def release(kept: KeptTickets, name: str, holder: str) -> None:
-        asked.set()
-        await go.wait()
-        await whole(kept, name, holder)
-
-    monkeypatch.setattr(KeptTickets, "release", release)
-    async with running(tmp_path) as gateway:
-        await post(gateway, ASK)
-        await asked.wait()
-        closing = asyncio.create_task(gateway.tickets.aclose())
-        await asyncio.sleep(0.05)
-        assert not closing.done()
-        go.set()
-        await closing
