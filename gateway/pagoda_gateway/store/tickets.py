@@ -170,13 +170,18 @@ class KeptTickets:
         return b"" if record is None else record.value
 
     async def keep_answer(self, found: Found, answer: bytes) -> bool:
-        """False for one that is too large. Raises Conflict where another gateway has kept it, or is at it. One that ran
-        it before may have left the same tokens."""
+        """False for one that is too large. Raises Conflict where another gateway has kept it, or is at it."""
         if len(answer) > MAX_APPEND_BYTES:
             return False
-        log = _answer_log(found)
-        with suppress(Conflict):
-            await self._store.append(log, parts_of(answer), index=0)
+        log, parts = _answer_log(found), parts_of(answer)
+        try:
+            await self._store.append(log, parts, index=0)
+        except Conflict:  # who ran it before may have left one, of other weights even, that no ticket tells of
+            record = await self._store.get(TICKETS, found.name)
+            if record is None or record.version != found.record.version:
+                raise
+            await self._store.drop(log)
+            await self._store.append(log, parts, index=0)
         await self._store.keep_until(log, found.record.expires_at)
         num_bytes = found.ticket.num_bytes + len(answer)
         await self.change(found, answered=True, ended_at=time.time(), num_bytes=num_bytes)

@@ -61,7 +61,7 @@ class Tickets:
         self._room = TicketRoom(self._kept, ctx.config.max_tickets, ctx.config.max_tickets_bytes)
         self._holder = secrets.token_hex(8)
         self._live: dict[str, Live] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # of those that live, and of those that are told of as ended
+        self._tasks: set[asyncio.Task[None]] = set()  # each until its last write, which comes when it lives no more
         self._grace_s = ctx.config.ticket_grace_s
 
     async def leave(self) -> None:
@@ -351,12 +351,11 @@ class Tickets:
     async def _keep_claim(self, live: Live) -> None:
         """And end it where it is deleted, or where nobody reads it here and another gateway runs it. What the store has
         lost is written anew."""
-        with suppress(PagodaError):
-            await self._kept.claim(live.found.name, self._holder, times.TICKET_LEASE_S)
         while True:
-            await asyncio.sleep(times.TICKET_LEASE_S / 3)
             with suppress(PagodaError):
                 await self._kept.claim(live.found.name, self._holder, times.TICKET_LEASE_S)
+            await asyncio.sleep(times.TICKET_LEASE_S / 3)
+            with suppress(PagodaError):
                 found = await self._kept.find(live.found.name, live.found.owner)
                 if found is None or found.ticket.job_id != live.job.id:
                     if await self._kept.is_forgotten(live.job.id):

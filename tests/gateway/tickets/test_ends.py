@@ -44,8 +44,10 @@ async def test_an_answer_is_kept_also_where_another_gateway_that_ran_it_came_to_
         begun = await kept.begin("n", "", ticket, b"job")
         taken_over = await kept.change(begun, runner="second")
         with pytest.raises(Conflict):
-            await kept.keep_answer(begun, b"tokens")
+            await kept.keep_answer(begun, b"of other weights")
         assert await kept.keep_answer(taken_over, b"tokens")
+        with pytest.raises(Conflict):
+            await kept.keep_answer(begun, b"of other weights")
         found = await kept.find("n", "")
         assert found is not None
         assert found.ticket.answered
