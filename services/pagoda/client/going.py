@@ -45,6 +45,7 @@ class Going:
         self._got_to = ""
         self.begun = False  # the caller has an answer, so there is no way back to its own retries
         self._in_progress = False  # a gateway is at it, or was and is gone, which others see in some seconds
+        self._sent = False  # to a gateway that broke off: it may have begun
 
     def request(self) -> httpx.Request:
         """For the next connection."""
@@ -76,6 +77,10 @@ class Going:
             raise broken
         return False
 
+    def unanswered(self, error: httpx.TransportError) -> None:
+        """It went to a gateway that said nothing."""
+        self._sent |= not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+
     def pause_s(self) -> float | None:
         """After a failure: how long to wait before the next connection, to the next origin; None where it is enough. A
         request of which nothing has come yet, and nobody is at it, is tried once at each."""
@@ -90,8 +95,9 @@ class Going:
 
     def may_try_again(self, response: httpx.Response) -> bool:
         said = response.headers.get("x-should-retry")
-        self._in_progress = response.status_code == 409 and said == "true"
-        return self._in_progress or (response.status_code in TRIED_AGAIN and said != "false")
+        later = response.status_code in TRIED_AGAIN and said != "false"
+        self._in_progress = (response.status_code == 409 and said == "true") or (later and self._sent)
+        return self._in_progress or later
 
 
 def is_stream(response: httpx.Response) -> bool:

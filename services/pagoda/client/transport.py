@@ -54,7 +54,8 @@ class ResumingTransport(httpx.BaseTransport):
                 if is_stream(response):
                     return response
                 response.read()
-            except httpx.TransportError:
+            except httpx.TransportError as error:
+                going.unanswered(error)
                 if (pause_s := going.pause_s()) is None:
                     raise
             else:
@@ -139,7 +140,8 @@ class AsyncResumingTransport(httpx.AsyncBaseTransport):
                 if is_stream(response):
                     return response
                 await response.aread()
-            except httpx.TransportError:
+            except httpx.TransportError as error:
+                going.unanswered(error)
                 if (pause_s := going.pause_s()) is None:
                     raise
             else:

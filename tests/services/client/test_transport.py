@@ -123,6 +123,20 @@ def test_one_that_ends_without_its_last_event_is_gone_on_with(ask: Ask) -> None:
     assert ask(Gateways(cut, 10**6)) == WHOLE
 
 
+def test_what_broke_before_its_first_event_is_asked_for_until_somebody_can_go_on(ask: Ask) -> None:
+    """A gateway whose store is gone for a moment knows no more than that it is."""
+    broke = httpx.ReadError("reset")
+    gateways = Gateways(broke, *(httpx.Response(503) for _ in range(3)), 10**6)
+    assert ask(gateways) == WHOLE
+    assert len(gateways.asked) == 5
+    gateways = Gateways(broke, *(httpx.Response(503) for _ in range(9)))
+    assert ask(gateways, max_failures=3) == b""
+    assert len(gateways.asked) == 4
+    gateways = Gateways(GONE, *(httpx.Response(503) for _ in range(9)))
+    assert ask(gateways) == b""
+    assert len(gateways.asked) == 2, "it was begun nowhere"
+
+
 def test_a_gateway_that_says_it_cannot_go_on_is_left(ask: Ask) -> None:
     said = b'data: {"error":{"code":"unavailable"}}\n\n'
     cut = httpx.Response(200, headers=STREAM, stream=Bytes(EVENTS[0] + said, whole=True))
