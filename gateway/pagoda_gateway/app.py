@@ -39,6 +39,7 @@ from pagoda_gateway.routes import (  # the order is that of their names
     transcripts,
 )  # fmt: skip
 from pagoda_gateway.routes.accounts import keys, usage
+from pagoda_gateway.routes.described import Document
 from pagoda_gateway.routes.pooling import embeddings, ranking
 from pagoda_gateway.routes.unread import refusing_unread
 from pagoda_gateway.tickets.naming import HEADERS as REPEATED_HEADERS
@@ -58,8 +59,12 @@ def create_app(
     """The whole gateway as one ASGI app. It owns no task: whoever runs it starts the engine client, `health`,
     `background`, and what works on the batches, which learns of changes by the `kept` that it shares with the routes.
     """
-    # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing.
-    api = FastAPI(title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
+    # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing. Its own
+    # /openapi.json is made by the event loop.
+    api = FastAPI(
+        title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
+    api.add_route("/openapi.json", Document(api).answer, include_in_schema=False)
     errors.install(api)
     routers = [
         module.router(ctx) for module in (embeddings, ranking, models, tokenize, files, keys, usage, transcripts)
