@@ -73,16 +73,20 @@ struct Nibbles {
   PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) {
     return pass == 0 ? low_nibbles(load_quads(b)) : high_nibbles(load_quads(b));
   }
-  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) {
+  PAGODA_INLINE_MEMBER static Sum products(const Left* a, int pass, Right b) {
     int32_t four;
     memcpy(&four, a + pass, 4);
     const __m256i x = _mm256_set1_epi32(four);
-    acc.lo += (i16x16)_mm256_maddubs_epi16(b.lo, x);
-    acc.hi += (i16x16)_mm256_maddubs_epi16(b.hi, x);
+    return {(i16x16)_mm256_maddubs_epi16(b.lo, x), (i16x16)_mm256_maddubs_epi16(b.hi, x)};
+  }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) {
+    const Sum more = products(a, pass, b);
+    acc.lo += more.lo;
+    acc.hi += more.hi;
     return in_order(acc);
   }
 };
-PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) { return acc + both(Nibbles::add(halves{}, &a, 0, w)); }
+PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) { return acc + both(Nibbles::products(&a, 0, w)); }
 
 PAGODA_INLINE ints load(const int32_t* p) {
   return {(i32x8)_mm256_loadu_si256((const __m256i*)p), (i32x8)_mm256_loadu_si256((const __m256i*)p + 1)};

@@ -45,11 +45,19 @@ static __attribute__((noinline)) void add_nibbles(Rows<ROWS> x, const uint32_t* 
     for (int w = 0; w < Nibbles::MOST; ++w) ahead.fetch();
 #pragma GCC unroll 1
     for (int c = 0; c < PANEL; c += 16) {
-      halves acc[ROWS][1] = {};
-      const uint32_t* const columns = words + c;
-      tile<Nibbles>(x, &columns, PANEL, Nibbles::MOST, acc, [](int) {});
+      halves acc[ROWS];
+#pragma GCC unroll 8
+      for (int part = 0; part < Nibbles::MOST * Nibbles::PASSES; ++part) {  // all at once: there are too few to go round
+        const int word = part / Nibbles::PASSES, pass = part % Nibbles::PASSES;
+        const quads b = Nibbles::right(words + c + word * PANEL, pass);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) store(sums + r * PANEL + c, load(sums + r * PANEL + c) + both(acc[r][0]));
+        for (int r = 0; r < ROWS; ++r) {
+          const uint32_t* a = x.template row<uint32_t>(r, 8 * word);
+          acc[r] = part == 0 ? Nibbles::products(a, pass, b) : Nibbles::add(acc[r], a, pass, b);
+        }
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) store(sums + r * PANEL + c, load(sums + r * PANEL + c) + both(acc[r]));
     }
   }
   ahead_ = ahead;
