@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pagoda.processes import logs
+from pagoda.processes.garbage import put_off_collections
 from pagoda.processes.process import StatusPipe, die_with_parent
 from pagoda.settings.flags import given_flags
 from pagoda.settings.options import ChildConfig, CommonConfig
@@ -17,6 +18,7 @@ def begin(command: str, arguments: argparse.Namespace) -> tuple[Settings, Status
     Raises:
         ConfigError: the settings cannot be used.
     """
+    put_off_collections()
     settings = resolve(command, given_flags(arguments, command))
     child, common = settings.build(ChildConfig), settings.build(CommonConfig)
     die_with_parent(child.parent_pid)

@@ -126,6 +126,26 @@ def test_collections_of_garbage_leave_out_what_was_there_when_a_process_began_to
     assert 10_000 < ready <= loaded
 
 
+IMPORTING = """
+import gc, json
+from pagoda.cli import parser_of
+from pagoda.processes import tier
+
+gc.collect()
+words = ["engine-core", "--listen=unix:/x", "--worker-endpoint=ipc:///x"]
+tier.begin("engine-core", parser_of("engine-core").parse_args(words))
+begun = [generation["collections"] for generation in gc.get_stats()]
+import pagoda_engine_core.server
+print(json.dumps([begun, [generation["collections"] for generation in gc.get_stats()]]))
+"""
+
+
+def test_garbage_is_not_looked_for_in_what_a_start_imports() -> None:
+    told = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True).stdout
+    begun, imported = json.loads(told)
+    assert imported == begun
+
+
 PROGRAM = """
 import asyncio, sys, threading
 from pagoda.processes.process import StatusPipe, run_async, run_blocking
