@@ -10,19 +10,17 @@ where tokens that the grammar leaves no choice about travel as drafts). `free` a
 Every answer has exactly `--tokens` tokens, sampled: the schema is a list without an end. Figures are output tokens per
 second of all clients together, as ratios within a round: the median over rounds, and the smallest and largest.
 
-Without MODEL it is one of random weights in the shape of a Llama of 135M with `--vocab` tokens, made for the run, or
-into the directory `--make` for a peer to read. What random weights write into a schema is noise: of their tokens fewer
-are forced than of a model that writes sense.
+Without MODEL it is one of random weights in the shape of a Llama of 135M with `--vocab` tokens, made for the run; for a
+peer to read, `bench/make_model.py b135m MODEL --vocab 128000` makes it. What random weights write into a schema is
+noise: of their tokens fewer are forced than of a model that writes sense.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import statistics
-import string
 import sys
 import tempfile
 import time
@@ -33,6 +31,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.make_model import write_model
 from tests.e2e.stack import running_stack
 
 LINE = {"type": "string", "maxLength": 24}
@@ -59,41 +58,6 @@ RATIOS = (("masked", "free"), ("forced", "masked"), ("forced", "free"), ("peer",
 class Side(NamedTuple):
     url: str
     form: dict[str, Any]
-
-
-def tokenizer_of(size: int) -> Any:
-    """Bytes, and as many words of two to four letters as there is room for."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = []
-    for length in (2, 3, 4):
-        for letters in itertools.product(string.ascii_lowercase, repeat=length):
-            if len(vocab) >= size - 1:
-                break
-            word = "".join(letters)
-            merges.append((word[:-1], word[-1]))
-            vocab[word] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
-    return tokenizer
-
-
-def make_model(path: Path, size: int) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    tokenizer = tokenizer_of(size)
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(), hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True,
-        eos_token_id=tokenizer.token_to_id("<|end|>"), bos_token_id=None,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
 
 
 async def rate(side: Side, clients: int, tokens: int, seed: int) -> float:
@@ -151,12 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peer", default="", help="another server's address")
-    parser.add_argument("--make", type=Path, help="only make the model, in this directory")
     given = parser.parse_args()
-    if given.make:
-        given.make.mkdir(parents=True)
-        make_model(given.make, given.vocab)
-        return
     if given.peer and not given.model:
         parser.error("--peer needs the MODEL that it serves")
     with tempfile.TemporaryDirectory(prefix="pagoda-structured-") as name:
@@ -164,7 +123,7 @@ def main() -> None:
         for part in ("model", "one", "two"):
             (scratch / part).mkdir()
         if not given.model:
-            make_model(scratch / "model", given.vocab)
+            write_model(scratch / "model", "b135m", given.vocab)
         model = given.model or str(scratch / "model")
         flags = ("--kv-cache-gib", "0.5")
         with (

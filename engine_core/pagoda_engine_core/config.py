@@ -65,9 +65,8 @@ class EngineConfig:
     )
     drain_timeout_s: float = option(times.ENGINE_CORE_DRAINS_S, "after SIGTERM, how long open requests may finish")
     max_attempts: int = option(3, "losses of its worker without a new token after which a request is failed", least=1)
-    metrics_port: int = option(
-        -1, "loopback port for Prometheus metrics; -1 is off, 0 picks a free one", least=-1, most=65535
-    )
+    metrics_port: int = option(-1, "port for Prometheus metrics; -1 is off, 0 picks a free one", least=-1, most=65535)
+    metrics_host: str = option("127.0.0.1", "address that the metrics port listens on; the page asks for no key")
 
     def __post_init__(self) -> None:
         check(self, self._ladder_problems())

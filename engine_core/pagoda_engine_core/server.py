@@ -184,11 +184,11 @@ def _serve_metrics(
     metrics.watch(lambda: engine.call(engine.stats).result(SCRAPE_S))
     if config.metrics_port < 0:
         return {}
-    page, thread = start_http_server(config.metrics_port, addr="127.0.0.1", registry=metrics.registry)
+    page, thread = start_http_server(config.metrics_port, addr=config.metrics_host, registry=metrics.registry)
     stack.callback(thread.join, 1.0)
     stack.callback(page.server_close)
     stack.callback(page.shutdown)
-    return {"metrics": f"http://127.0.0.1:{page.server_port}/metrics"}
+    return {"metrics": f"http://{config.metrics_host}:{page.server_port}/metrics"}
 
 
 def _workers_report(report: Report) -> Callable[[Load], None]:

@@ -58,6 +58,7 @@ BATCH_BEAT_S = 2.0  # who works on one says so this often
 BATCH_LEASE_S = 12.0  # .. and after this long without a word another gateway may
 BATCH_AGAIN_S = 0.5  # a line that found no room is tried again, after longer every time ..
 BATCH_AGAIN_MOST_S = 30.0  # .. up to this
+KEPT_S = 30 * 86_400  # a batch that has ended, files of batches where nobody says how long, and transcripts
 RESPONSE_WRITE_S = 0.1  # what a response in the background tells is written, then shown, this often at most
 RESPONSE_POLL_S = 0.5  # those who follow it at another gateway look for it this often
 RESPONSE_SWEEP_S = 3.0  # a gateway looks this often for responses that nobody runs ..

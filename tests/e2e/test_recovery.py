@@ -20,7 +20,7 @@ from tests.gateway.model_dir import byte_level_tokenizer
 from tests.worker.adapters.files import DEMO, adapter_of
 from tests.worker.models.checkpoints import NATIVE, make_model, save
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # torch alone, on a busy machine, takes minutes
 NUM_STREAMS = 6
 NAMES = (MODEL, "one", "two")
 BEAMS, SEARCHED_TOKENS = 4, 150

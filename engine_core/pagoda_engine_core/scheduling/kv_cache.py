@@ -230,7 +230,7 @@ class KvCache:
         its swap blocks are free then, for a swap-out of the next plan at the earliest."""
         swap_ins: list[tuple[int, int]] = []
         choice.tables = []
-        for group, table, swapped in zip(self.groups, *prefix[::2], strict=True):
+        for group, table, swapped in zip(self.groups, prefix.tables, prefix.swapped, strict=True):
             group.pool.share(table.held)
             own = group.pool.allocate(len(swapped))
             choice.tables.append(Table(table.ids + own, table.gone))

@@ -99,7 +99,11 @@ class Flight(NamedTuple):
 
     def present(self) -> Iterator[Choice]:
         """Whose rows are still there."""
-        yield from (choice for choice, row_id in zip(*self.rows[:2], strict=True) if choice.row_id == row_id)
+        yield from (
+            choice
+            for choice, row_id in zip(self.rows.choices, self.rows.row_ids, strict=True)
+            if choice.row_id == row_id
+        )
         yield from (choice for choice, chunk in self.chunks if choice.row_id == chunk.row_id)
 
     def tokens(self, result: StepResult) -> list[int]:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Text = str  # bounded by the body, and by the model's context
+
+
+def _something_is_kept(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be -1 or at least 1, got 0")
+    return value
+
+
+Kept = Annotated[int, Field(ge=-1), AfterValidator(_something_is_kept)]  # of a prompt's tokens, the last ones
 Id = Annotated[str, Field(min_length=1, max_length=128)]
 
 
@@ -30,6 +39,14 @@ def _flag(text: Any) -> Any:
 
 
 Flag = BeforeValidator(_flag)
+
+
+def kind_of_prompts(value: Any) -> str:
+    """The first element tells; what it does not fit is reported by the kind it would be."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else ""
+    return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
 
 
 def only(*known: str, said: str = "is of type {kind}; supported here: {known}") -> BeforeValidator:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from pagoda_gateway.api.body import Body, Text
+from pagoda_gateway.api.body import Body, Kept, Text, kind_of_prompts
 from pagoda_gateway.api.json_body import MAX_VALUES
 from pagoda_gateway.api.schemas import Label, Salt, TokenIds
 from pagoda_proto.pooling.params import OUTPUTS
 
 Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1)]
-Kept = Annotated[int, Field(ge=-1)]
 Encoding = Literal["float", "base64"]
-
-
-def _kind_of_input(value: Any) -> str:
-    """The first element tells; what it does not fit is reported by the kind it would be."""
-    if not isinstance(value, list):
-        return "text"
-    first = value[0] if value else ""
-    return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
 
 
 Input = Annotated[
@@ -29,7 +20,7 @@ Input = Annotated[
     | Annotated[Texts, Tag("texts")]
     | Annotated[TokenIds, Tag("ids")]
     | Annotated[list[TokenIds], Field(fail_fast=True), Tag("lists of ids")],
-    Discriminator(_kind_of_input),
+    Discriminator(kind_of_prompts),
 ]
 
 
@@ -45,13 +36,6 @@ class Reading(Body):
     )
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(0, description="lower runs earlier, if at all")
     cache_salt: Salt | None = Field(None, description="prefixes are shared only within one salt")
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _something_is_kept(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("must be -1 or at least 1, got 0")
-        return value
 
 
 class EmbeddingsRequest(Reading):

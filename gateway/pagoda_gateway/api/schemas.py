@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
 
-from pagoda_gateway.api.body import Body, Text, only
+from pagoda_gateway.api.body import Body, Kept, Text, kind_of_prompts, only
 from pagoda_gateway.api.forms.fields import Formed
 from pagoda_gateway.api.json_body import MAX_VALUES
 from pagoda_gateway.api.tools import NONE, ToolChoice, Tools, check_choice, chosen_names
@@ -158,7 +158,7 @@ class Sampling(PlainParameters):
     cache_salt: Salt | None = Field(None, description="prefixes are shared only within one salt")
     return_token_ids: bool | None = None
     request_id: RequestName | None = Field(None, description="the answer's id ends with it, and the log shows it")
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+    truncate_prompt_tokens: Kept | None = Field(
         None, description="keep only so many tokens of the prompt, the last ones; -1: as many as there is room for"
     )
 
@@ -173,13 +173,6 @@ class Sampling(PlainParameters):
             if value is not None and value is not False and value != []:
                 raise ValueError(f"{name} does not go with use_beam_search")
         return self
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _something_is_kept(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("must be -1 or at least 1, got 0")
-        return value
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Sampling:
@@ -247,14 +240,6 @@ class ChatRequest(Sampling):
         return self
 
 
-def _kind_of_prompt(value: Any) -> str:
-    """The first element tells; what it does not fit is reported by the kind it would be."""
-    if not isinstance(value, list):
-        return "text"
-    first = value[0] if value else ""
-    return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
-
-
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
@@ -265,7 +250,7 @@ class CompletionRequest(Sampling):
         | Annotated[list[Text], Field(fail_fast=True), Tag("texts")]
         | Annotated[TokenIds, Tag("ids")]
         | Annotated[list[TokenIds], Field(fail_fast=True), Tag("lists of ids")],
-        Discriminator(_kind_of_prompt),
+        Discriminator(kind_of_prompts),
     ]
     best_of: int | None = None
     echo: bool = False

@@ -21,7 +21,6 @@ from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 BATCHES, OPEN = "batches", "open_batches"
-KEPT_S = 30 * 86400.0  # a batch that has ended
 MAX_OPEN = MAX_PAGE_RECORDS
 
 
@@ -94,7 +93,7 @@ class Batches:
             batch = how(known)
             if batch == known:
                 return batch
-            expires_at = self.clock() + KEPT_S if batch.has_ended() else None
+            expires_at = self.clock() + times.KEPT_S if batch.has_ended() else None
             try:
                 await self.store.put(
                     BATCHES, batch_id, _written(batch), owner=owner, expect=record.version, expires_at=expires_at

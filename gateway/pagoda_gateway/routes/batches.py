@@ -13,7 +13,8 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.routes.batch_service import ENDPOINTS
 from pagoda_gateway.routes.body import caller_of, json_response, listed, query_of, read_body
 from pagoda_gateway.routes.described import endpoint
-from pagoda_gateway.routes.files import KEPT_S, files_of
+from pagoda_gateway.routes.files import files_of
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
 PATH = "/v1/batches"
@@ -38,7 +39,7 @@ def _add_create(routes: APIRouter, ctx: GatewayContext, batches: Batches) -> Non
             rule = f"must be one of {', '.join(ENDPOINTS)}, got {body.endpoint[:64]!a}"
             raise InvalidParams([Problem("endpoint", rule)])
         await _check_input(files, owner, body.input_file_id)
-        kept_s = KEPT_S if body.output_expires_after is None else body.output_expires_after.seconds
+        kept_s = times.KEPT_S if body.output_expires_after is None else body.output_expires_after.seconds
         batch = new_batch(body.endpoint, body.input_file_id, body.metadata, kept_s, batches.clock())
         await batches.add(owner, batch)
         return json_response(shown(batch))

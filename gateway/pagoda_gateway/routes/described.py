@@ -52,7 +52,11 @@ class Document:
         return Response(self._text, media_type=JSON)
 
     def _write(self) -> bytes:
-        return json.dumps(self._api.openapi(), ensure_ascii=False, separators=(",", ":")).encode()
+        try:
+            return json.dumps(self._api.openapi(), ensure_ascii=False, separators=(",", ":")).encode()
+        finally:  # the text is all that is needed: no search for garbage is to look through the rest for good
+            self._api.openapi_schema = None
+            _content.cache_clear()
 
 
 class _Later(dict[str, Any]):

@@ -18,10 +18,10 @@ from pagoda_gateway.http.sse import ClientGone
 from pagoda_gateway.routes.body import caller_of, hold_for, json_response, listed, parse_body, query_of
 from pagoda_gateway.routes.described import endpoint
 from pagoda_gateway.store.interface import MAX_PART_BYTES
+from pagoda_proto import times
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 
 PATH = "/v1/files"
-KEPT_S = 30 * 86400  # a file of a batch, where nobody says how long
 
 
 def router(ctx: GatewayContext) -> APIRouter:
@@ -64,7 +64,7 @@ async def _received(request: Request, form: UploadForm, upload: Upload) -> FileI
         raise InvalidParams([Problem("expires_after", "must have an anchor, created_at, and seconds")])
     if not upload.num_bytes:
         raise InvalidParams([Problem("file", "is empty")])
-    kept_s = KEPT_S if asked.seconds is None else asked.seconds
+    kept_s = times.KEPT_S if asked.seconds is None else asked.seconds
     return await upload.finish(form.filename or "", asked.purpose, kept_s)
 
 

@@ -19,7 +19,6 @@ from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
 
 TRANSCRIPTS = "transcripts"
-KEPT_S = 30 * 86_400.0
 MAX_WAITING_BYTES = 8 * MAX_APPEND_BYTES
 MAX_OWNERS = 4096  # whose number is remembered
 
@@ -112,7 +111,7 @@ class Transcripts:
                 self._num_bytes -= len(waiting.data)
 
     async def _write(self, name: str, waiting: Waiting) -> None:
-        expires_at, log = time.time() + KEPT_S, _log(name)
+        expires_at, log = time.time() + times.KEPT_S, _log(name)
         await self._store.drop(log)
         with suppress(Conflict):  # another gateway has one of this name in hand
             await self._store.append(log, parts_of(waiting.data), index=0)

@@ -22,7 +22,7 @@ from pagoda_gateway.text.reading import LateText, ReadingText, late_text, read_f
 from pagoda_gateway.text.special import MARK, SpecialTokens
 from pagoda_gateway.text.vocabulary import TokenTable, byte_level_alphabet, read_rules
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
-from pagoda_proto.model_files.files import FileTooLarge, model_files
+from pagoda_proto.model_files.files import MAX_TOKENIZER_BYTES, FileTooLarge, model_files
 from pagoda_proto.model_files.gguf import BadGguf
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.pooling.kinds import (
@@ -40,7 +40,6 @@ from pagoda_proto.pooling.late import METADATA
 log = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
-MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -263,7 +263,7 @@ class Tickets:
             yield dialect.writer(self._ctx, run, marks)
 
     async def _answered(self, found: Found) -> Tape | None:
-        if not found.ticket.answered or not (kept := await self._kept.answer(found)):
+        if not found.ticket.log or not (kept := await self._kept.answer(found)):
             return None
         try:
             return Tape.of(found.ticket.job_id, kept)
@@ -359,11 +359,11 @@ class Tickets:
                 found = await self._kept.find(live.found.name, live.found.owner)
                 if found is None or found.ticket.job_id != live.job.id:
                     if await self._kept.is_forgotten(live.job.id):
-                        live.stop(PagodaError(ErrorCode.CANCELLED, "the stream was deleted"))
+                        return live.stop(PagodaError(ErrorCode.CANCELLED, "the stream was deleted"))
                     elif found is None:
                         await self._written_again(live)
                 elif found.ticket.runner != self._holder and not live.num_readers:
-                    live.stop(PagodaError(ErrorCode.CANCELLED, "it is read elsewhere"))
+                    return live.stop(PagodaError(ErrorCode.CANCELLED, "it is read elsewhere"))
 
 
 def _same(found: Found, named: Named) -> Found:

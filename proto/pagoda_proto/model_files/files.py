@@ -13,6 +13,7 @@ from pagoda_proto.model_files.gguf_config import config_of, generation_of
 from pagoda_proto.model_files.gguf_tokenizer import tokenizer_config_of, tokenizer_of
 
 SUFFIX = ".gguf"
+MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
 
 
 class FileTooLarge(ValueError):

@@ -14,6 +14,9 @@ GENERATING = ("/chat/completions", "/completions", "/responses", "/messages")
 KEY, LAST_ID, RESUMES = "Idempotency-Key", "Last-Event-ID", "Pagoda-Resumes"
 TRIED_AGAIN = frozenset((502, 503, 504, 529))  # and 409 where the server says so
 MAX_FAILURES = 12  # in a row
+# After these a gateway may have begun, and others do not see for a lease that it is gone.
+BROKE_OFF = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
+FIRST_EVENT_WITHIN_S = 2 * times.TICKET_LEASE_S  # the pauses together, for who may go to its own retries
 
 
 def origins_of(base_urls: Sequence[str]) -> list[httpx.URL]:
@@ -44,8 +47,8 @@ class Going:
         self._key = request.headers.get(KEY) or str(uuid.uuid4())
         self._got_to = ""
         self.begun = False  # the caller has an answer, so there is no way back to its own retries
-        self._in_progress = False  # a gateway is at it, or was and is gone, which others see in some seconds
-        self._sent = False  # to a gateway that broke off: it may have begun
+        self._in_progress = False  # a gateway is at it, or may have been when it broke off
+        self._waited_s = self._asked_s = 0.0  # in all; what the last one that refused asks for
 
     def request(self) -> httpx.Request:
         """For the next connection."""
@@ -78,8 +81,12 @@ class Going:
         return False
 
     def unanswered(self, error: httpx.TransportError) -> None:
-        """It went to a gateway that said nothing."""
-        self._sent |= not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        """It went to a gateway that said nothing. Who has waited for one as long as it would waits for no other."""
+        self._asked_s = 0.0
+        if isinstance(error, BROKE_OFF):
+            self._in_progress = True
+        elif isinstance(error, httpx.TimeoutException):
+            self._in_progress = False
 
     def pause_s(self) -> float | None:
         """After a failure: how long to wait before the next connection, to the next origin; None where it is enough. A
@@ -91,13 +98,24 @@ class Going:
             return None
         if self._num_failed < len(self._origins):
             return 0.0
-        return min(times.RECONNECT_FIRST_S * 2.0 ** (self._num_failed - len(self._origins)), times.RECONNECT_MOST_S)
+        pause_s = times.RECONNECT_FIRST_S * 2.0 ** (self._num_failed - len(self._origins))
+        pause_s = max(min(pause_s, times.RECONNECT_MOST_S), self._asked_s)
+        self._waited_s += pause_s
+        return pause_s if self.begun or self._waited_s <= FIRST_EVENT_WITHIN_S else None
 
     def may_try_again(self, response: httpx.Response) -> bool:
         said = response.headers.get("x-should-retry")
-        later = response.status_code in TRIED_AGAIN and said != "false"
-        self._in_progress = (response.status_code == 409 and said == "true") or (later and self._sent)
-        return self._in_progress or later
+        self._asked_s = 0.0
+        if response.status_code == 409 and said == "true":
+            self._in_progress = True
+            return True
+        self._asked_s = _seconds_of(response.headers.get("retry-after", ""))
+        return response.status_code in TRIED_AGAIN and said != "false"
+
+
+def _seconds_of(text: str) -> float:
+    """A date is not what our gateways say."""
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0.0
 
 
 def is_stream(response: httpx.Response) -> bool:

@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
 def examine(port: int, given: Mapping[str, Any]) -> Iterator[Finding]:
     """Every check in turn; `given` are options of a model that was named, or none."""
     checks: tuple[Callable[[], Finding], ...] = (
-        _python, _cores, _instructions, _memory, _files, _shared_memory, _kernels, _torch, _gpus,
+        _python, _cores, _instructions, _memory, _files, _kernels, _torch, _gpus,
         lambda: _port(port), _hub_cache, _runtime_directory,
     )  # fmt: skip
     for check in checks:
@@ -103,8 +103,10 @@ def _cores() -> Finding:
 
 def _instructions() -> Finding:
     found = [flag for flag in FAST_FLAGS if flag in cpu_flags()]
-    if "avx2" in found or "asimd" in found:
+    if "avx2" in found:
         return Finding("ok", f"processor has {' '.join(found)}")
+    if "asimd" in found:
+        return Finding("warn", f"processor has {' '.join(found)}", "no kernels use them yet, so torch computes")
     return Finding("warn", f"processor has none of {' '.join(FAST_FLAGS)}", "generation will be slow")
 
 
@@ -123,14 +125,6 @@ def _files() -> Finding:
     return Finding("ok", text) if soft >= LEAST_FILES else Finding("warn", text, f"ulimit -n {min(hard, 65536)}")
 
 
-def _shared_memory() -> Finding:
-    try:
-        free = shutil.disk_usage("/dev/shm").free
-    except OSError:
-        return Finding("warn", "/dev/shm is missing", "only needed by several ranks of one model replica")
-    return Finding("ok", f"/dev/shm has {free / GIB:.1f} GiB free")
-
-
 def _kernels() -> Finding:
     if LIBRARY.exists():
         return Finding("ok", "native CPU kernels are built")
@@ -142,7 +136,7 @@ def _kernels() -> Finding:
 def _torch() -> Finding:
     version = version_of("torch")
     if version == "not installed":
-        return Finding("warn", "torch is not installed", "pip install 'pagoda-serve[worker]' where workers run")
+        return Finding("warn", "torch is not installed", "pip install -e '.[worker]' where workers run")
     return Finding("ok", f"torch {version}")
 
 

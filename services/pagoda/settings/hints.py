@@ -26,7 +26,7 @@ RENAMED: Mapping[str, str] = {
     "cuda_memory_fraction": "gpu_memory_utilization", "swap_space": "swap_space_gib",
     "num_gpu_blocks_override": "num_blocks", "disable_hybrid_kv_cache_manager": "kv_retention",
     "page_size": "block_size", "disable_cuda_graph": "enforce_eager",
-    "data_parallel_size": "workers", "api_server_count": "workers", "scheduling_policy": "policy",
+    "data_parallel_size": "workers", "scheduling_policy": "policy",
     "schedule_policy": "policy", "speculative_config": "speculation", "speculative_algorithm": "speculation",
     "speculative_model": "draft_model", "speculative_draft_model_path": "draft_model", "model_draft": "draft_model",
     "num_speculative_tokens": "max_drafts", "speculative_num_draft_tokens": "max_drafts", "draft_max": "max_drafts",
@@ -45,7 +45,7 @@ ABSENT: Mapping[str, str] = {
     "pipeline_parallel_size": _ONE_DEVICE, "enable_expert_parallel": _ONE_DEVICE, "tensor_split": _ONE_DEVICE,
     "tokenizer": _TOKENIZER, "tokenizer_path": _TOKENIZER, "tokenizer_mode": _TOKENIZER,
     "trust_remote_code": "code that comes with a checkpoint is never run",
-    "load_format": "weights are read from safetensors files only",
+    "load_format": "is seen from the files: safetensors or GGUF",
     "download_dir": "set HF_HOME to say where models are kept",
     "hf_token": "set HF_TOKEN in the environment",
     "seed": "a request has its own seed, drawn for it if it brings none",
@@ -53,7 +53,9 @@ ABSENT: Mapping[str, str] = {
     "enable_lora": _ADAPTERS, "max_cpu_loras": "adapters are kept where they are used, max_loras of them",
     "cpu_offload_gb": "weights are not offloaded",
     "enable_chunked_prefill": _AUTOMATIC, "enable_auto_tool_choice": _AUTOMATIC, "jinja": _AUTOMATIC,
-    "continuous_batching": _AUTOMATIC, "enable_deterministic_inference": _AUTOMATIC,
+    "continuous_batching": _AUTOMATIC,
+    "enable_deterministic_inference": "on a CPU it is always so, on a GPU not yet",
+    "api_server_count": "`serve` starts one gateway, and `pagoda gateway` further ones",
     "allow_credentials": _NO_COOKIES, "allowed_methods": _NO_COOKIES, "allowed_headers": _NO_COOKIES,
 }  # fmt: skip
 

@@ -48,8 +48,8 @@ COMMANDS: dict[str, tuple[type, ...]] = {
 # What a command that wires the tiers together decides by itself.
 WIRED_BY_SERVE = frozenset({"engine", "listen", "worker_endpoint", "worker_id", "alive_file", "startup_message"})
 WIRED_OFFLINE = WIRED_BY_SERVE | {
-    "keys_dir", "metrics_port", "max_queued_requests", "max_queued_tokens", "queue_timeout_s", "max_attempts",
-    "worker_lease_s", "worker_suspect_s", "worker_dead_s", "step_deadline_s", "drain_timeout_s",
+    "keys_dir", "metrics_port", "metrics_host", "max_queued_requests", "max_queued_tokens", "queue_timeout_s",
+    "max_attempts", "worker_lease_s", "worker_suspect_s", "worker_dead_s", "step_deadline_s", "drain_timeout_s",
 }  # fmt: skip
 KEYS_READS = frozenset({"store", "config"})
 

@@ -11,9 +11,10 @@ import pytest
 from pagoda_gateway.batches import batch as states
 from pagoda_gateway.batches import batches as module
 from pagoda_gateway.batches.batch import Batch, Counts, Status, new_batch
-from pagoda_gateway.batches.batches import KEPT_S, Batches, claim_of
+from pagoda_gateway.batches.batches import Batches, claim_of
 from pagoda_gateway.store.interface import unavailable
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 
@@ -56,7 +57,7 @@ async def test_what_has_ended_is_kept_for_a_while(batches: Batches) -> None:
     await batches.change("me", batch.id, lambda batch: states.refused(batch, [], 1001.0))
     record = await batches.store.get("batches", batch.id)
     assert record is not None
-    assert record.expires_at == 1000.0 + KEPT_S
+    assert record.expires_at == 1000.0 + times.KEPT_S
     assert (await batches.find("me", batch.id)).status is Status.FAILED
 
 

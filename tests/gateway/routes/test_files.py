@@ -18,6 +18,7 @@ from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.http.multipart import MAX_FORM_BYTES
 from pagoda_gateway.routes import files
 from pagoda_gateway.store.interface import unavailable
+from pagoda_proto import times
 
 KEYS = {"one": "key-of-tenant-one", "two": "key-of-tenant-two"}
 MAX_BYTES = 100_000
@@ -60,7 +61,7 @@ async def test_what_was_uploaded_is_what_comes_back(served: Served) -> None:
         assert answer.status_code == 200, answer.text
         file = FileObject.model_validate(answer.json()).model_dump()
         assert (file["bytes"], file["filename"], file["purpose"]) == (len(LINES), "lines.jsonl", "batch")
-        assert file["expires_at"] == file["created_at"] + files.KEPT_S
+        assert file["expires_at"] == file["created_at"] + times.KEPT_S
         assert (await client.get(f"/files/{file['id']}")).json() == file
         content = await client.get(f"/files/{file['id']}/content")
         assert content.content == LINES

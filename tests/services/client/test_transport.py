@@ -132,9 +132,25 @@ def test_what_broke_before_its_first_event_is_asked_for_until_somebody_can_go_on
     gateways = Gateways(broke, *(httpx.Response(503) for _ in range(9)))
     assert ask(gateways, max_failures=3) == b""
     assert len(gateways.asked) == 4
-    gateways = Gateways(GONE, *(httpx.Response(503) for _ in range(9)))
+    gateways = Gateways(broke, GONE, GONE, 10**6)
+    assert ask(gateways) == WHOLE
+    assert len({request.headers["Idempotency-Key"] for request in gateways.asked}) == 1
+
+
+@pytest.mark.parametrize("first", [GONE, httpx.PoolTimeout("none is free"), httpx.ReadTimeout("silent")])
+def test_what_was_begun_nowhere_or_waited_for_long_enough_is_tried_once_at_each(ask: Ask, first: Exception) -> None:
+    gateways = Gateways(first, *(httpx.Response(503) for _ in range(9)))
     assert ask(gateways) == b""
-    assert len(gateways.asked) == 2, "it was begun nowhere"
+    assert len(gateways.asked) == 2
+    gateways = Gateways(httpx.ReadError("reset"), httpx.ReadTimeout("silent"), 10**6)
+    with pytest.raises(httpx.ReadTimeout):
+        ask(gateways)
+
+
+def test_who_asks_for_more_patience_than_there_is_is_heard(ask: Ask) -> None:
+    gateways = Gateways(httpx.ReadError("reset"), *(httpx.Response(503, headers={"retry-after": "60"}),) * 9)
+    assert ask(gateways) == b""
+    assert len(gateways.asked) == 2
 
 
 def test_a_gateway_that_says_it_cannot_go_on_is_left(ask: Ask) -> None:

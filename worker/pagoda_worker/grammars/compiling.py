@@ -17,13 +17,12 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pagoda_proto.grammars import LIMITS
-from pagoda_proto.model_files.files import FileTooLarge, ModelFiles, model_files
+from pagoda_proto.model_files.files import MAX_TOKENIZER_BYTES, FileTooLarge, ModelFiles, model_files
 from pagoda_worker.grammars.masks import Ids
 from pagoda_worker.grammars.matching import GrammarTokens, Matcher
 
 MAX_COMPILED = 64
 MAX_COMPILED_CHARS = 2**20  # of their texts together; what is compiled takes some 70 bytes for each
-MAX_TOKENIZER_BYTES = 100 * 1024 * 1024
 
 
 class GrammarError(ValueError):

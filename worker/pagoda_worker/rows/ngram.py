@@ -16,7 +16,7 @@ from pagoda_worker.rows.order import Ids
 SIZE = 3  # tokens that must agree
 MAX_MATCH = 16  # agreement beyond this is not told apart
 MAX_PLACES = 8  # earlier places looked at
-_BITS = 21  # of a token id in a key; longer ids may share a key, which a lookup notices
+ID_BITS = 21  # of a token id in a key; longer ids may share a key, which a lookup notices
 
 
 class NgramIndex:
@@ -40,7 +40,7 @@ class NgramIndex:
         self._previous.extend([-1] * (min(first, end) - start))  # no three tokens end there
         if first < end:
             window = tokens[first - SIZE + 1 : end]
-            keys = window[:-2] << 2 * _BITS | window[1:-1] << _BITS | window[2:]
+            keys = window[:-2] << 2 * ID_BITS | window[1:-1] << ID_BITS | window[2:]
             for place, key in enumerate(keys.tolist(), first):
                 self._previous.append(self._last.get(key, -1))
                 self._last[key] = place

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from weakref import ReferenceType, ref
 
-from pagoda_worker.rows.ngram import MAX_MATCH, MAX_PLACES, SIZE, common_suffix
+from pagoda_worker.rows.ngram import ID_BITS, MAX_MATCH, MAX_PLACES, SIZE, common_suffix
 from pagoda_worker.rows.order import Ids
 
 HALF_TOKENS = 2**15  # of one domain; a token takes some 150 bytes
 ALL_TOKENS = 2**19
 TEXT_TOKENS = 64  # that a text counts for besides its own
-_BITS = 21  # see `rows.ngram`
 _PLACE_BITS = 32  # of a place in its text; the rest is the text's number
 
 
@@ -142,4 +141,4 @@ class Domains:
 
 
 def _key(three: Sequence[int]) -> int:
-    return three[0] << 2 * _BITS | three[1] << _BITS | three[2]
+    return three[0] << 2 * ID_BITS | three[1] << ID_BITS | three[2]

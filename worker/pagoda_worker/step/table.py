@@ -16,7 +16,7 @@ import numpy as np
 
 from pagoda_proto.adapters.files import AdapterError
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.params import ModelLimits, model_problems
+from pagoda_proto.params import MAX_SEED, ModelLimits, model_problems
 from pagoda_proto.steps import NO_BLOCK, AppendBlocks, Chunk, KVGroup, NewRow, ReplaceBlock, RowError, StepPlan
 from pagoda_worker.adapters.store import NO_ADAPTERS, Adapters
 from pagoda_worker.grammars.compiling import NO_GRAMMARS, GrammarError, Grammars
@@ -25,7 +25,6 @@ from pagoda_worker.rows.rows import Ids, Ints, Row
 from pagoda_worker.rows.slots import NO_ADAPTER
 
 MAX_CHOICE = 2**32 - 1
-MAX_SEED = 2**64 - 1
 UNKNOWN_ROW = "the row is unknown to this worker"
 
 C = TypeVar("C")

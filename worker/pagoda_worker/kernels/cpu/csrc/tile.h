@@ -1,4 +1,4 @@
-// The one micro-kernel: C[ROWS][GROUPS x 16] += A[ROWS][K] * B, where B lies in panels of 16 columns with K in pairs.
+// The micro-kernel of vector units (`amx.h` has that of the matrix unit): C[ROWS][GROUPS x 16] += A[ROWS][K] * B, where B lies in panels of 16 columns with K in pairs.
 //
 // There is a single accumulation chain over all of K per output, in index order (where a layer has segments, K is one of
 // them). That is why a row's bits depend neither on how many rows are in the tile nor on which thread computes it. The

@@ -1,0 +1,116 @@
+"""Checkpoints of random weights in the shapes of README's figures, for a server and its peers to read.
+
+    python bench/make_model.py b600m OUT
+    python bench/make_model.py b600m OUT --w8a8      # its linear layers in int8, as compressed-tensors stores them
+
+Shapes are those of `pagoda bench kernels`, and g7: Qwen2-0.5B's, which has 7 query heads to each KV head. How fast a
+model is depends on its shape; what it says is noise. The tokenizer knows bytes and made-up words, as many as the output
+matrix has room for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+from pagoda_worker.kernels.roofline import SHAPES, ModelShape
+
+END = "<|end|>"
+G7 = ModelShape(name="g7", hidden=896, middle=4864, heads=14, kv_heads=2, head_dim=64, vocab=151936, head_norm=False)
+# Shape, family, layers, longest context.
+MODELS: dict[str, tuple[ModelShape, str, int, int]] = {
+    "b135m": (SHAPES["b135m"], "llama", 30, 8192),
+    "b600m": (SHAPES["b600m"], "qwen3", 28, 40960),
+    "b1b": (SHAPES["b1b"], "llama", 16, 131072),
+    "8b": (SHAPES["8b"], "llama", 32, 131072),
+    "g7": (G7, "qwen2", 24, 32768),
+}
+SIDE = {"num_bits": 8, "type": "int", "symmetric": True}
+W8A8 = {
+    "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**SIDE, "strategy": "channel", "dynamic": False},
+            "input_activations": {**SIDE, "strategy": "token", "dynamic": True},
+        }
+    },
+}  # fmt: skip
+
+
+def tokenizer_of(size: int) -> Any:
+    """Bytes, and as many words of two to four letters as there is room for."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = []
+    for length in (2, 3, 4):
+        for letters in itertools.product(string.ascii_lowercase, repeat=length):
+            if len(vocab) >= size - 1:
+                break
+            word = "".join(letters)
+            merges.append((word[:-1], word[-1]))
+            vocab[word] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def write_model(path: Path, name: str, vocab: int = 0) -> None:
+    """A model in Hugging Face format in bf16, its weights the same every time; of so many tokens, if that is said."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    shape, family, layers, longest = MODELS[name]
+    size = vocab or shape.vocab
+    tokenizer = tokenizer_of(size)
+    end = tokenizer.token_to_id(END)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(path)
+    config = AutoConfig.for_model(
+        family, vocab_size=size, hidden_size=shape.hidden, intermediate_size=shape.middle,
+        num_hidden_layers=layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=longest, tie_word_embeddings=True,
+        eos_token_id=end, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+
+
+def round_weights(path: Path) -> None:
+    """The linear layers of the model at `path` to int8, a scale per output; the embedding stays as it is."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = path / "model.safetensors"
+    tensors = load_file(weights)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        whole = tensors.pop(name).float()
+        scale = whole.abs().amax(1, keepdim=True) / 127
+        tensors[name] = (whole / scale).round_().to(torch.int8)
+        tensors[f"{name}_scale"] = scale.to(torch.bfloat16)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": W8A8}, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=MODELS)
+    parser.add_argument("out", type=Path, help="a directory that does not exist yet")
+    parser.add_argument("--w8a8", action="store_true", help="linear layers in int8")
+    parser.add_argument("--vocab", type=int, default=0, help="tokens, where they are to be others than the shape's")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True)
+    write_model(given.out, given.shape, given.vocab)
+    if given.w8a8:
+        round_weights(given.out)
+
+
+if __name__ == "__main__":
+    main()
