@@ -99,9 +99,12 @@ class Going:
         if self._num_failed < len(self._origins):
             return 0.0
         pause_s = times.RECONNECT_FIRST_S * 2.0 ** (self._num_failed - len(self._origins))
-        pause_s = max(min(pause_s, times.RECONNECT_MOST_S), self._asked_s)
+        pause_s = min(pause_s, times.RECONNECT_MOST_S)
+        if self.begun:
+            return pause_s
+        pause_s = max(pause_s, self._asked_s)
         self._waited_s += pause_s
-        return pause_s if self.begun or self._waited_s <= FIRST_EVENT_WITHIN_S else None
+        return pause_s if self._waited_s <= FIRST_EVENT_WITHIN_S else None
 
     def may_try_again(self, response: httpx.Response) -> bool:
         said = response.headers.get("x-should-retry")

@@ -151,6 +151,8 @@ def test_who_asks_for_more_patience_than_there_is_is_heard(ask: Ask) -> None:
     gateways = Gateways(httpx.ReadError("reset"), *(httpx.Response(503, headers={"retry-after": "60"}),) * 9)
     assert ask(gateways) == b""
     assert len(gateways.asked) == 2
+    begun = Gateways(60, *(httpx.Response(503, headers={"retry-after": "60"}),) * 2, 10**6)
+    assert ask(begun) == WHOLE, "who has an answer already waits for no longer than it is likely to take"
 
 
 def test_a_gateway_that_says_it_cannot_go_on_is_left(ask: Ask) -> None:
