@@ -44,7 +44,6 @@ from pagoda_proto.steps import Drain, ResetWorker
 from pagoda_proto.times import LOOP_STUCK_S, StallGuard
 
 log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 IDLE_WAIT_S = 0.25
@@ -273,6 +272,7 @@ class EngineCore:
             lost = [request for name, request in worker.requests.items() if not self._router.is_waiting(name)]
             deltas = [delta for request in lost for delta in request.lose_track(now)]
         self._answers.emit(deltas, now)
+        self.admission.interrupted()
 
     def _reset(self, worker: Worker, cause: LeaveCause, now: float) -> None:
         """Begin anew with this worker, and in the end without the request that lets its scheduler raise."""

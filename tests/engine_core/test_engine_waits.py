@@ -134,6 +134,21 @@ def test_a_machine_that_was_asleep_is_not_taken_for_a_slow_one() -> None:
     work(bench, lambda: len(bench.sink.endings) == 8)
 
 
+def test_the_loss_of_a_worker_is_not_taken_for_slowness() -> None:
+    """What it was computing brings no token, and the next one comes some time later."""
+    bench = Bench(max_rows=2, queue_timeout_s=10.0)
+    bench.executor.join(1, make_hello())
+    flood(bench, 4)
+    work(bench, lambda: bench.clock() > 1001.5)
+    bench.executor.events.append(WorkerLeft(1, LeaveCause.DIED, "killed"))
+    work(bench, lambda: bench.clock() > 1060.0)
+    bench.executor.join(2, make_hello("next"))
+    work(bench, lambda: bench.clock() > 1061.0)
+    flood(bench, 20)
+    assert not bench.sink.rejections
+    work(bench, lambda: len(bench.sink.endings) == 24)
+
+
 @pytest.mark.parametrize("slept", ["everything", "the worker"])
 def test_a_worker_under_whom_the_machine_slept_has_its_share_afterwards(slept: str) -> None:
     bench = Bench()

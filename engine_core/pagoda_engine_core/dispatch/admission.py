@@ -160,6 +160,12 @@ class Admission:
         for measured in (self._throughput, self._crowded):
             measured.forgive(seconds, now)
 
+    def interrupted(self) -> None:
+        """A worker is gone, and what it was computing brings nothing: the time since it was asked says nothing of how
+        much there is to come."""
+        for measured in (self._throughput, self._crowded):
+            measured.begin_anew()
+
     def expire(self, now: float) -> list[tuple[Submission, PagodaError]]:
         """Submissions that were held for too long, and what to tell them."""
         late = []

@@ -106,8 +106,12 @@ class Throughput:
                 rate = self._num_tokens / age_s
                 self.tokens_per_s += (rate - self.tokens_per_s) * (RATE_WEIGHT if self.tokens_per_s else 1.0)
                 self._began_at, self._num_tokens = now, 0
-        if not busy:  # the time until the next step says nothing of speed
-            self._began_at = None
+        if not busy:
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """The time until the next step says nothing of speed."""
+        self._began_at = None
 
     def forgive(self, seconds: float, now: float) -> None:
         """So much time has passed in which we did not run: it says nothing of speed either."""
