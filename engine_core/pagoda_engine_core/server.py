@@ -188,7 +188,8 @@ def _serve_metrics(
     stack.callback(thread.join, 1.0)
     stack.callback(page.server_close)
     stack.callback(page.shutdown)
-    return {"metrics": f"http://{config.metrics_host}:{page.server_port}/metrics"}
+    host = f"[{config.metrics_host}]" if ":" in config.metrics_host else config.metrics_host
+    return {"metrics": f"http://{host}:{page.server_port}/metrics"}
 
 
 def _workers_report(report: Report) -> Callable[[Load], None]:

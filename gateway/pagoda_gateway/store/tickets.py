@@ -2,8 +2,7 @@
 
 A ticket is a small record under a name that follows from its owner and its client's key for it, so of two gateways that
 are asked the same at once one writes it first, and the other one finds it. The job lies beside it and is written before
-it; the answer is a log that is written once. Whoever runs it has a log of its own, and the ticket names the one that
-holds: a gateway that was taken for dead writes beside it. All of it vanishes together, and nothing prolongs it.
+it; the answer is a log that is written once, at its first place. All of it vanishes together, and nothing prolongs it.
 That it is not there says nothing to who runs it, as a store may lose what it had; one that is forgotten leaves word.
 """
 
@@ -60,9 +59,8 @@ NOTHING = Held(0, 0)
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`digest` is that of the request; `num_bytes` what job and answer take; `runner` the gateway that began to run it
-    last, which ended at `ended_at` (Unix seconds; 0: it runs, or nobody knows). Its answer, if there is one, is in
-    `log`. One in the `background` is run elsewhere, for all that is known here since it began; its job is kept with its
-    response.
+    last, which ended at `ended_at` (Unix seconds; 0: it runs, or nobody knows). `answered`: its answer is there. One in
+    the `background` is run elsewhere, for all that is known here since it began; its job is kept with its response.
     """
 
     digest: str
@@ -72,7 +70,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stream: bool = False
     background: bool = False
     runner: str = ""
-    log: str = ""
+    answered: bool = False
     ended_at: float = 0.0
 
     @property
@@ -175,22 +173,24 @@ class KeptTickets:
         """False for one that is too large. Raises Conflict where another gateway has kept it, or is at it."""
         if len(answer) > MAX_APPEND_BYTES:
             return False
-        log = f"ticket/{found.ticket.job_id}/answer/{found.record.version}"
-        with suppress(Conflict):  # a call that was told to be late had written it
-            await self._store.append(log, parts_of(answer), index=0)
+        log, parts = _answer_log(found), parts_of(answer)
+        try:
+            await self._store.append(log, parts, index=0)
+        except Conflict:  # who ran it before may have left one, of other weights even, that no ticket tells of
+            record = await self._store.get(TICKETS, found.name)
+            if record is None or record.version != found.record.version:
+                raise
+            await self._store.drop(log)
+            await self._store.append(log, parts, index=0)
         await self._store.keep_until(log, found.record.expires_at)
         num_bytes = found.ticket.num_bytes + len(answer)
-        try:
-            await self.change(found, log=log, ended_at=time.time(), num_bytes=num_bytes)
-        except Conflict:
-            await self._store.drop(log)
-            raise
+        await self.change(found, answered=True, ended_at=time.time(), num_bytes=num_bytes)
         return True
 
     async def answer(self, found: Found) -> bytes:
         """b"" where it has expired, a little before its ticket."""
         parts: list[bytes] = []
-        while more := await self._store.read(found.ticket.log, len(parts)):
+        while more := await self._store.read(_answer_log(found), len(parts)):
             parts += more
         return b"".join(parts)
 
@@ -221,8 +221,7 @@ class KeptTickets:
     async def _drop_rest(self, found: Found) -> None:
         await self._store.delete(JOBS, found.ticket.job_id)
         await self._store.delete(HANDED, found.ticket.job_id)
-        if found.ticket.log:
-            await self._store.drop(found.ticket.log)
+        await self._store.drop(_answer_log(found))
 
     async def held_by(self, owner: str) -> Held:
         held = NOTHING
@@ -303,3 +302,7 @@ class KeptTickets:
 
     async def release(self, name: str, holder: str) -> None:
         await self._store.release(f"ticket/{name}", holder)
+
+
+def _answer_log(found: Found) -> str:
+    return f"ticket/{found.ticket.job_id}/answer"

@@ -263,7 +263,7 @@ class Tickets:
             yield dialect.writer(self._ctx, run, marks)
 
     async def _answered(self, found: Found) -> Tape | None:
-        if not found.ticket.log or not (kept := await self._kept.answer(found)):
+        if not found.ticket.answered or not (kept := await self._kept.answer(found)):
             return None
         try:
             return Tape.of(found.ticket.job_id, kept)

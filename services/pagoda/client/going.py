@@ -16,7 +16,9 @@ TRIED_AGAIN = frozenset((502, 503, 504, 529))  # and 409 where the server says s
 MAX_FAILURES = 12  # in a row
 # After these a gateway may have begun, and others do not see for a lease that it is gone.
 BROKE_OFF = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
-FIRST_EVENT_WITHIN_S = 2 * times.TICKET_LEASE_S  # the pauses together, for who may go to its own retries
+FIRST_EVENT_WITHIN_S = (
+    2 * times.TICKET_LEASE_S
+)  # the pauses together, for who may go to its own retries; somebody who says that he is at it is worth more
 
 
 def origins_of(base_urls: Sequence[str]) -> list[httpx.URL]:
@@ -85,7 +87,7 @@ class Going:
         self._asked_s = 0.0
         if isinstance(error, BROKE_OFF):
             self._in_progress = True
-        elif isinstance(error, httpx.TimeoutException):
+        elif isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout):
             self._in_progress = False
 
     def pause_s(self) -> float | None:
@@ -110,9 +112,9 @@ class Going:
         said = response.headers.get("x-should-retry")
         self._asked_s = 0.0
         if response.status_code == 409 and said == "true":
-            self._in_progress = True
+            self._in_progress, self._waited_s = True, 0.0
             return True
-        self._asked_s = _seconds_of(response.headers.get("retry-after", ""))
+        self._asked_s = min(_seconds_of(response.headers.get("retry-after", "")), times.RECONNECT_MOST_S)
         return response.status_code in TRIED_AGAIN and said != "false"
 
 

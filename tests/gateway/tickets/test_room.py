@@ -52,9 +52,7 @@ async def fill(
     found = []
     for i in range(count):
         job_id, ended_at = f"{name}{i}", time.time() - ago_s if ago_s else 0.0
-        ticket = Ticket(
-            digest="d", path="/p", job_id=job_id, num_bytes=num_bytes, ended_at=ended_at, log=f"answer of {job_id}"
-        )
+        ticket = Ticket(digest="d", path="/p", job_id=job_id, num_bytes=num_bytes, ended_at=ended_at)
         found.append(await kept.begin(f"stream_{job_id}", "", ticket, b"job"))
     return found
 
@@ -69,12 +67,12 @@ async def test_the_oldest_go_and_with_them_all_that_there_is_of_them() -> None:
     async with shared() as store:
         kept = KeptTickets(store, KEPT_S)
         await fill(kept, 4)
-        await store.append("answer of old0", [b"answer"], index=0)
+        await store.append("ticket/old0/answer", [b"answer"], index=0)
         await TicketRoom(kept, 4, 10**9).take("", 1)
         await kept.aclose()
         assert [await kept.find(f"stream_old{i}", "") is None for i in range(4)] == [True, False, False, False]
         assert await store.get(JOBS, "old0") is None
-        assert await store.length("answer of old0") == 0
+        assert await store.length("ticket/old0/answer") == 0
 
 
 async def test_what_never_fits_is_refused_and_forgets_nothing() -> None:
@@ -152,7 +150,7 @@ async def test_who_leaves_in_the_midst_of_it_leaves_no_answers_behind() -> None:
         store = Watched(raw)
         kept = KeptTickets(store, KEPT_S)
         for found in await fill(kept, 8):
-            await raw.append(found.ticket.log, [b"answer"], index=0)
+            await raw.append(f"ticket/{found.ticket.job_id}/answer", [b"answer"], index=0)
         room, deleting = TicketRoom(kept, 4, 10**9), asyncio.Event()
 
         async def for_long() -> None:
@@ -167,7 +165,7 @@ async def test_who_leaves_in_the_midst_of_it_leaves_no_answers_behind() -> None:
         async with asyncio.timeout(60):
             await room.take("", 1)
         await kept.aclose()
-        logs = [i for i in range(8) if await raw.length(f"answer of old{i}")]
+        logs = [i for i in range(8) if await raw.length(f"ticket/old{i}/answer")]
         assert len(logs) == (await kept.held_by("")).number == 3
 
 
