@@ -16,9 +16,8 @@ TRIED_AGAIN = frozenset((502, 503, 504, 529))  # and 409 where the server says s
 MAX_FAILURES = 12  # in a row
 # After these a gateway may have begun, and others do not see for a lease that it is gone.
 BROKE_OFF = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
-FIRST_EVENT_WITHIN_S = (
-    2 * times.TICKET_LEASE_S
-)  # the pauses together, for who may go to its own retries; somebody who says that he is at it is worth more
+# The pauses together, for who may go to its own retries; from anew where a gateway says that it is at it.
+FIRST_EVENT_WITHIN_S = 2 * times.TICKET_LEASE_S
 
 
 def origins_of(base_urls: Sequence[str]) -> list[httpx.URL]:
