@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from pagoda_proto import times
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP
 from pagoda_proto.steps import MAX_STEPS_IN_FLIGHT
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +68,20 @@ class EngineConfig:
     drain_timeout_s: float = option(times.ENGINE_CORE_DRAINS_S, "after SIGTERM, how long open requests may finish")
     max_attempts: int = option(3, "losses of its worker without a new token after which a request is failed", least=1)
     metrics_port: int = option(-1, "port for Prometheus metrics; -1 is off, 0 picks a free one", least=-1, most=65535)
-    metrics_host: str = option("127.0.0.1", "address that the metrics port listens on; the page asks for no key")
+    metrics_host: str = option(LOOPBACK, "address that the metrics port listens on; the page asks for no key")
 
     def __post_init__(self) -> None:
-        check(self, self._ladder_problems())
+        check(self, chain(self._ladder_problems(), self._metrics_problems()))
 
     def patience_s(self, asked_s: float) -> float:
         """How long a new request may wait: as long as it asks for, 0 for as long as it may, and no longer than that."""
         return min(asked_s or self.queue_timeout_s, self.queue_timeout_s)
+
+    def _metrics_problems(self) -> Iterator[Problem]:
+        if self.metrics_host != LOOPBACK and self.metrics_port < 0:
+            yield Problem(
+                "metrics_host", f"metrics_host needs a metrics_port, got {self.metrics_host[:64]!a} without one"
+            )
 
     def _ladder_problems(self) -> Iterator[Problem]:
         """Whoever waits, waits longer than what it waits for can take (see `pagoda_proto.times`)."""

@@ -184,7 +184,10 @@ def _serve_metrics(
     metrics.watch(lambda: engine.call(engine.stats).result(SCRAPE_S))
     if config.metrics_port < 0:
         return {}
-    page, thread = start_http_server(config.metrics_port, addr=config.metrics_host, registry=metrics.registry)
+    try:
+        page, thread = start_http_server(config.metrics_port, addr=config.metrics_host, registry=metrics.registry)
+    except OSError as error:
+        raise OSError(f"metrics_host {config.metrics_host[:64]!a}, port {config.metrics_port}: {error}") from error
     stack.callback(thread.join, 1.0)
     stack.callback(page.server_close)
     stack.callback(page.shutdown)

@@ -26,3 +26,9 @@ def test_all_problems_are_told_at_once() -> None:
         EngineConfig(max_rows=0, metrics_port=70_000, policy="lottery", worker_dead_s=9.0, queue_timeout_s=math.nan)
     for name in ("max_rows", "metrics_port", "policy", "worker_dead_s must be below worker_lease_s", "queue_timeout_s"):
         assert name in str(raised.value)
+
+
+def test_a_host_for_metrics_needs_their_port() -> None:
+    with pytest.raises(ValueError, match=r"metrics_host needs a metrics_port, got '0\.0\.0\.0'"):
+        EngineConfig(metrics_host="0.0.0.0")
+    assert EngineConfig(metrics_host="0.0.0.0", metrics_port=7702).metrics_port == 7702

@@ -7,6 +7,7 @@ import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -435,6 +436,28 @@ async def test_an_address_in_use_is_an_error_and_leaves_nothing_behind(server: S
         await serve(config, lambda event: None, asyncio.Event())
     assert os.listdir(other) == []
     assert (await Session(server).read()).HasField("load")
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost"])
+async def test_metrics_are_where_they_are_said_to_be(socket_dir: Path, host: str) -> None:
+    stop, events = asyncio.Event(), asyncio.Queue()
+    config = EngineConfig(listen=f"unix:{socket_dir}/e.sock", worker_endpoint=f"ipc://{socket_dir}/w.sock")
+    config = replace(config, metrics_port=0, metrics_host=host)
+    task = asyncio.create_task(serve(config, events.put_nowait, stop))
+    url = str((await events.get())["metrics"])
+    page = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+    assert "pagoda_engine_core_num_workers 0.0" in page
+    stop.set()
+    await task
+
+
+async def test_a_host_that_is_none_is_named(socket_dir: Path) -> None:
+    config = EngineConfig(listen=f"unix:{socket_dir}/e.sock", worker_endpoint=f"ipc://{socket_dir}/w.sock")
+    config = replace(config, metrics_port=0, metrics_host="no.such.host.invalid")
+    with pytest.raises(OSError, match=r"metrics_host 'no\.such\.host\.invalid'"):
+        await serve(
+            replace(config, metrics_port=0, metrics_host="no.such.host.invalid"), lambda event: None, asyncio.Event()
+        )
 
 
 async def test_tcp_on_loopback_reports_its_port_and_metrics_their_page(socket_dir: Path) -> None:

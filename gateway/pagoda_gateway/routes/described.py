@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, ItemsView
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
@@ -56,7 +56,6 @@ class Document:
             return json.dumps(self._api.openapi(), ensure_ascii=False, separators=(",", ":")).encode()
         finally:  # the text is all that is needed: no search for garbage is to look through the rest for good
             self._api.openapi_schema = None
-            _content.cache_clear()
 
 
 class _Later(dict[str, Any]):
@@ -104,8 +103,6 @@ def _described(
     return found
 
 
-@cache
 def _content(schema: type[BaseModel], place: str, kind: str = JSON) -> dict[str, Any]:
-    """Made once in a process; FastAPI copies what it is given."""
     where = place.replace("{", "{{").replace("}", "}}") + f"/content/{kind.replace('/', '~1')}/schema/$defs/{{model}}"
     return {"content": {kind: {"schema": schema.model_json_schema(ref_template=where)}}}
