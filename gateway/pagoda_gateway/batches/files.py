@@ -178,9 +178,8 @@ class Upload:
     async def _append(self, num_bytes: int) -> None:
         part = bytes(memoryview(self._pending)[:num_bytes])
         del self._pending[:num_bytes]
-        self._num_parts = await self._store.append(self._info.log, [part], index=self._num_parts)
-        if self._num_parts == 1:
-            await self._store.keep_until(self._info.log, self._expires_at)
+        log, index, expires_at = self._info.log, self._num_parts, self._expires_at
+        self._num_parts = await self._store.append(log, [part], index=index, expires_at=expires_at)
 
     async def finish(self, filename: str, purpose: str, kept_s: int | None) -> FileInfo:
         """The file, from now on there to be found; `kept_s` after its creation it vanishes."""

@@ -141,8 +141,10 @@ class GuardedStore:
         page = partial(self._store.page, collection, owner, limit=limit, after=after, newest_first=newest_first)
         return await self._call(page)
 
-    async def append(self, log: str, parts: Sequence[bytes], *, index: int | None = None) -> int:
-        return await self._call(partial(self._store.append, log, parts, index=index))
+    async def append(
+        self, log: str, parts: Sequence[bytes], *, index: int | None = None, expires_at: float | None = None
+    ) -> int:
+        return await self._call(partial(self._store.append, log, parts, index=index, expires_at=expires_at))
 
     async def read(self, log: str, start: int = 0) -> list[bytes]:
         return await self._call(partial(self._store.read, log, start))

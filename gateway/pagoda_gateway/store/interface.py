@@ -132,8 +132,14 @@ class Store(Protocol):
         """Records of an owner by position, those beyond the position `after`; fewer than `limit` if they are large."""
         ...
 
-    async def append(self, log: str, parts: Sequence[bytes], *, index: int | None = None) -> int:
+    async def append(
+        self, log: str, parts: Sequence[bytes], *, index: int | None = None, expires_at: float | None = None
+    ) -> int:
         """Append all parts or none, and return the number of parts that there are then.
+
+        Args:
+            index: The number of parts that there are before.
+            expires_at: When the log is to vanish, in Unix seconds; None leaves that as it is, from the start never.
 
         Raises:
             Conflict: the log does not have `index` parts.
@@ -149,8 +155,7 @@ class Store(Protocol):
         ...
 
     async def keep_until(self, log: str, expires_at: float | None) -> None:
-        """When a log is to vanish, in Unix seconds; None for never, as it is from the start. Nothing where it is
-        empty."""
+        """As with `append`, but None for never. Nothing where it is empty."""
         ...
 
     async def drop(self, log: str) -> None: ...

@@ -86,12 +86,13 @@ while true do
   end
 end
 """
-# KEYS: log. ARGV: expected length or "", parts
+# KEYS: log. ARGV: expected length or "", expiry in ms or 0 for what it is, parts
 _APPEND = """
 local length = redis.call('LLEN', KEYS[1])
 if ARGV[1] ~= '' and tonumber(ARGV[1]) ~= length then return -1 end
-for i = 2, #ARGV do redis.call('RPUSH', KEYS[1], ARGV[i]) end
-return length + #ARGV - 1
+for i = 3, #ARGV do redis.call('RPUSH', KEYS[1], ARGV[i]) end
+if ARGV[2] ~= '0' then redis.call('PEXPIREAT', KEYS[1], ARGV[2]) end
+return length + #ARGV - 2
 """
 # KEYS: log. ARGV: start, room in bytes
 _READ = """
@@ -200,10 +201,12 @@ class RedisStore:
         more, rows = await self._run(_LIST, keys, records, limit, reached, int(newest_first), MAX_PAGE_BYTES)
         return Page([_record(*row) for row in rows], bool(more))
 
-    async def append(self, log: str, parts: Sequence[bytes], *, index: int | None = None) -> int:
+    async def append(
+        self, log: str, parts: Sequence[bytes], *, index: int | None = None, expires_at: float | None = None
+    ) -> int:
         interface.check_names(log)
         interface.check_parts(parts)
-        return await self._changed(_APPEND, [_log_key(log)], "" if index is None else index, *parts)
+        return await self._changed(_APPEND, [_log_key(log)], _version(index), _ms(expires_at), *parts)
 
     async def read(self, log: str, start: int = 0) -> list[bytes]:
         parts: list[bytes] = await self._run(_READ, [_log_key(log)], start, MAX_PAGE_BYTES)

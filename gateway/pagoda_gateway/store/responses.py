@@ -162,13 +162,12 @@ class KeptResponses:
         """One that is too large for a part lies aside. Raises Conflict where there are not `index` events."""
         parts = [one if len(one) <= MAX_PART_BYTES else await self._laid_aside(name, one) for one in events]
         for group in _groups(parts):
-            index = await self._store.append(_log(name, EVENTS), group, index=index)
-        await self._store.keep_until(_log(name, EVENTS), self._expiry())
+            index = await self._store.append(_log(name, EVENTS), group, index=index, expires_at=self._expiry())
 
     async def _laid_aside(self, name: str, event: bytes) -> bytes:
         """What stands in its place: no event begins like it."""
-        ends = [await self._store.append(_log(name, LARGE), [piece]) for piece in parts_of(event)]
-        await self._store.keep_until(_log(name, LARGE), self._expiry())
+        expires_at, log = self._expiry(), _log(name, LARGE)
+        ends = [await self._store.append(log, [piece], expires_at=expires_at) for piece in parts_of(event)]
         return msgspec.json.encode([end - 1 for end in ends])
 
     async def _whole(self, name: str, part: bytes) -> bytes:
@@ -212,10 +211,10 @@ class KeptResponses:
         return await self._store.put(RESPONSES, name, value, owner=owner, expect=expect, expires_at=self._expiry())
 
     async def _write(self, name: str, log: str, data: bytes) -> None:
-        parts = parts_of(data)
+        parts, expires_at = parts_of(data), self._expiry()
         for i in range(0, len(parts), PARTS_PER_APPEND):
-            await self._store.append(_log(name, log), parts[i : i + PARTS_PER_APPEND], index=i)
-        await self._store.keep_until(_log(name, log), self._expiry())
+            group = parts[i : i + PARTS_PER_APPEND]
+            await self._store.append(_log(name, log), group, index=i, expires_at=expires_at)
 
     async def _read(self, name: str, log: str) -> bytes:
         found: list[bytes] = []

@@ -173,7 +173,9 @@ class SqliteStore:
 
     # Logs
 
-    async def append(self, log: str, parts: Sequence[bytes], *, index: int | None = None) -> int:
+    async def append(
+        self, log: str, parts: Sequence[bytes], *, index: int | None = None, expires_at: float | None = None
+    ) -> int:
         interface.check_names(log)
         interface.check_parts(parts)
 
@@ -186,9 +188,10 @@ class SqliteStore:
                 _forget(connection, log)  # one that has expired and is not swept yet
             rows = ((log, length + i, part) for i, part in enumerate(parts))
             connection.executemany("INSERT INTO parts (log, at, part) VALUES (?, ?, ?)", rows)
-            row = (log, length + len(parts))
+            row = (log, length + len(parts), expires_at)
             connection.execute(
-                "INSERT INTO logs VALUES (?, ?, NULL) ON CONFLICT (log) DO UPDATE SET num_parts = excluded.num_parts",
+                "INSERT INTO logs VALUES (?, ?, ?) ON CONFLICT (log) DO UPDATE SET num_parts = excluded.num_parts,"
+                " expires_at = coalesce(excluded.expires_at, expires_at)",
                 row,
             )
             return length + len(parts)

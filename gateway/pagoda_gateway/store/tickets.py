@@ -59,8 +59,9 @@ NOTHING = Held(0, 0)
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`digest` is that of the request; `num_bytes` what job and answer take; `runner` the gateway that began to run it
-    last, which ended at `ended_at` (Unix seconds; 0: it runs, or nobody knows). `answered`: its answer is there. One in
-    the `background` is run elsewhere, for all that is known here since it began; its job is kept with its response.
+    last, which ended at `ended_at` (Unix seconds; 0: it runs, or nobody knows). `answered`: its answer is there, that
+    of the run `answer` (0: of one that named none, as a version before this did). One in the `background` is run
+    elsewhere, for all that is known here since it began; its job is kept with its response.
     """
 
     digest: str
@@ -71,6 +72,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     background: bool = False
     runner: str = ""
     answered: bool = False
+    answer: int = 0
     ended_at: float = 0.0
 
     @property
@@ -170,27 +172,39 @@ class KeptTickets:
         return b"" if record is None else record.value
 
     async def keep_answer(self, found: Found, answer: bytes) -> bool:
-        """False for one that is too large. Raises Conflict where another gateway has kept it, or is at it."""
+        """False for one that is too large. Raises Conflict where another gateway has kept it, or is at it.
+
+        Only who runs it wrote the version that it found, so nobody else has a log of that name: an answer that comes
+        late replaces nobody's.
+        """
         if len(answer) > MAX_APPEND_BYTES:
             return False
-        log, parts = _answer_log(found), parts_of(answer)
+        old, run = found.ticket, found.record.version
+        replaced = await self.answer(found) if old.answered else b""
+        ticket = msgspec.structs.replace(old, answered=True, answer=run)
+        await self._write(_answer_log(ticket), answer, found.record.expires_at)
+        num_bytes = old.num_bytes - len(replaced) + len(answer)
         try:
-            await self._store.append(log, parts, index=0)
-        except Conflict:  # who ran it before may have left one, of other weights even, that no ticket tells of
-            record = await self._store.get(TICKETS, found.name)
-            if record is None or record.version != found.record.version:
-                raise
-            await self._store.drop(log)
-            await self._store.append(log, parts, index=0)
-        await self._store.keep_until(log, found.record.expires_at)
-        num_bytes = found.ticket.num_bytes + len(answer)
-        await self.change(found, answered=True, ended_at=time.time(), num_bytes=num_bytes)
+            await self.change(found, answered=True, answer=run, ended_at=time.time(), num_bytes=num_bytes)
+        except Conflict:
+            await self._store.drop(_answer_log(ticket))
+            raise
+        if old.answered:
+            await self._store.drop(_answer_log(old))
         return True
+
+    async def _write(self, log: str, data: bytes, expires_at: float | None) -> None:
+        """A log that is nobody else's."""
+        try:
+            await self._store.append(log, parts_of(data), index=0, expires_at=expires_at)
+        except Conflict:  # an earlier run of the same gateway, which could tell the store nothing afterwards
+            await self._store.drop(log)
+            await self._store.append(log, parts_of(data), index=0, expires_at=expires_at)
 
     async def answer(self, found: Found) -> bytes:
         """b"" where it has expired, a little before its ticket."""
         parts: list[bytes] = []
-        while more := await self._store.read(_answer_log(found), len(parts)):
+        while more := await self._store.read(_answer_log(found.ticket), len(parts)):
             parts += more
         return b"".join(parts)
 
@@ -215,13 +229,21 @@ class KeptTickets:
         await self.change(found, ended_at=time.time())
 
     async def delete(self, found: Found) -> None:
-        await self._store.delete(TICKETS, found.name)
+        """As it is now, with what was kept of it since it was found."""
+        last: Found | None = found
+        while last is not None and last.ticket.job_id == found.ticket.job_id:
+            found = last
+            try:
+                await self._store.delete(TICKETS, found.name, expect=found.record.version)
+                break
+            except Conflict:
+                last = await self.find(found.name, found.owner)
         await self._drop_rest(found)
 
     async def _drop_rest(self, found: Found) -> None:
         await self._store.delete(JOBS, found.ticket.job_id)
         await self._store.delete(HANDED, found.ticket.job_id)
-        await self._store.drop(_answer_log(found))
+        await self._store.drop(_answer_log(found.ticket))
 
     async def held_by(self, owner: str) -> Held:
         held = NOTHING
@@ -304,5 +326,5 @@ class KeptTickets:
         await self._store.release(f"ticket/{name}", holder)
 
 
-def _answer_log(found: Found) -> str:
-    return f"ticket/{found.ticket.job_id}/answer"
+def _answer_log(ticket: Ticket) -> str:
+    return f"ticket/{ticket.job_id}/answer" + (f"/{ticket.answer}" if ticket.answer else "")

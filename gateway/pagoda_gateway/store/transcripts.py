@@ -114,8 +114,7 @@ class Transcripts:
         expires_at, log = time.time() + times.KEPT_S, _log(name)
         await self._store.drop(log)
         with suppress(Conflict):  # another gateway has one of this name in hand
-            await self._store.append(log, parts_of(waiting.data), index=0)
-        await self._store.keep_until(log, expires_at)
+            await self._store.append(log, parts_of(waiting.data), index=0, expires_at=expires_at)
         await self._store.put(TRANSCRIPTS, name, b"", owner=waiting.owner, expires_at=expires_at)
         self._added[waiting.owner] = self._added.get(waiting.owner, 0) + 1
 

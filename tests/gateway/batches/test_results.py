@@ -23,8 +23,10 @@ class Flaky(SqliteStore):
         self.failures = 0
         self.appends = 0
 
-    async def append(self, log: str, parts: Sequence[bytes], *, index: int | None = None) -> int:
-        length = await super().append(log, parts, index=index)
+    async def append(
+        self, log: str, parts: Sequence[bytes], *, index: int | None = None, expires_at: float | None = None
+    ) -> int:
+        length = await super().append(log, parts, index=index, expires_at=expires_at)
         self.appends += 1
         if self.failures:
             self.failures -= 1

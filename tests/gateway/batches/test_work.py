@@ -32,11 +32,13 @@ class Failing(SqliteStore):
         self.every = 0
         self.calls = 0
 
-    async def append(self, log: str, parts: Sequence[bytes], *, index: int | None = None) -> int:
+    async def append(
+        self, log: str, parts: Sequence[bytes], *, index: int | None = None, expires_at: float | None = None
+    ) -> int:
         self.calls += 1
         if self.every and self.calls % self.every == 0:
             raise unavailable("before", 0.0)
-        length = await super().append(log, parts, index=index)
+        length = await super().append(log, parts, index=index, expires_at=expires_at)
         if self.every and self.calls % self.every == 1:
             raise unavailable("after", 0.0)
         return length

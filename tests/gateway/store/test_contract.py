@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,22 @@ async def test_a_log_vanishes_when_it_was_said_to(store: Store, name: str) -> No
     assert await store.append(f"{name}soon", [b"new"], index=0) == 1
     assert await store.read(f"{name}soon") == [b"new"]
     assert await store.length(name) == 2
+
+
+async def test_what_is_appended_may_say_when_the_log_vanishes(store: Store, name: str) -> None:
+    await store.append(name, [b"old"], index=0, expires_at=time.time() + LONG_S)
+    await store.append(name, [b"more"], index=1, expires_at=time.time() + SOON_S)
+    await eventually(lambda: empty(store, name))
+    assert await store.append(name, [b"new"], index=0) == 1, "which stays, as nothing was said of it"
+    await asyncio.sleep(2 * SOON_S)
+    assert await store.append(name, [b"more"]) == 2
+
+
+async def test_who_appends_and_says_nothing_of_when_it_vanishes_leaves_that_as_it_was(store: Store, name: str) -> None:
+    await store.append(name, [b"old"], index=0, expires_at=time.time() + SOON_S)
+    with suppress(Conflict):  # it has vanished already
+        await store.append(name, [b"more"], index=1)
+    await eventually(lambda: empty(store, name))
 
 
 async def test_a_claim_has_one_holder_until_its_lease_is_over(store: Store, name: str) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.gateway.tickets.test_tickets import ASK, CHAT, TEXT, held_up, post, running, shared
+from tests.gateway.tickets.test_tickets import ASK, TEXT, held_up, post, running
 
-from pagoda_gateway.store.interface import Conflict
-from pagoda_gateway.store.tickets import KeptTickets, Ticket
+from pagoda_gateway.store.tickets import KeptTickets
 
 
 async def test_openais_client_reads_on_behind_a_ping(tmp_path: Path) -> None:
@@ -35,23 +34,6 @@ async def test_openais_client_reads_on_behind_a_ping(tmp_path: Path) -> None:
             stream = await client.chat.completions.create(**ASK, extra_headers={"Idempotency-Key": "k"})
             assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == TEXT
         assert pings >= 2
-
-
-async def test_an_answer_is_kept_also_where_another_gateway_that_ran_it_came_to_its_end_first() -> None:
-    async with shared() as store:
-        kept = KeptTickets(store, 60.0)
-        ticket = Ticket(digest="d", path=CHAT, job_id="j", num_bytes=0, stream=True, runner="first")
-        begun = await kept.begin("n", "", ticket, b"job")
-        taken_over = await kept.change(begun, runner="second")
-        with pytest.raises(Conflict):
-            await kept.keep_answer(begun, b"of other weights")
-        assert await kept.keep_answer(taken_over, b"tokens")
-        with pytest.raises(Conflict):
-            await kept.keep_answer(begun, b"of other weights")
-        found = await kept.find("n", "")
-        assert found is not None
-        assert found.ticket.answered
-        assert await kept.answer(found) == b"tokens"
 
 
 async def test_a_gateway_that_closes_waits_for_what_is_still_to_be_written(

@@ -562,7 +562,8 @@ async def test_nothing_goes_on_with_what_other_weights_began(tmp_path: Path) -> 
 async def dropped_answers(store: Store) -> None:
     """As if they had been too large to be kept."""
     for record in (await store.page(TICKETS, "", limit=10)).records:
-        await store.drop(f"ticket/{json.loads(record.value)['job_id']}/answer")
+        ticket = json.loads(record.value)
+        await store.drop(f"ticket/{ticket['job_id']}/answer/{ticket['answer']}")
 
 
 async def test_a_background_response_is_begun_once(tmp_path: Path) -> None:
