@@ -3,8 +3,9 @@
     python bench/make_model.py b600m OUT
     python bench/make_model.py b600m OUT --w8a8      # its linear layers in int8, as compressed-tensors stores them
 
-Shapes are those of `pagoda bench kernels`, and g7: Qwen2-0.5B's, which has 7 query heads to each KV head. How fast a
-model is depends on its shape; what it says is noise. The tokenizer knows bytes and made-up words, as many as the output
+Shapes are those of `pagoda bench kernels`; g7, which is Qwen2-0.5B's, with 7 query heads to each KV head; and two
+mixtures of experts, granite-moe (Granite 3.1 1B-A400M) and olmoe (OLMoE 1B-7B). How fast a model is depends on its
+shape; what it says is noise. The tokenizer knows bytes and made-up words, as many as the output
 matrix has room for.
 """
 
@@ -14,21 +15,42 @@ import argparse
 import itertools
 import json
 import string
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagoda_worker.kernels.roofline import SHAPES, ModelShape
 
 END = "<|end|>"
+
+
+class Model(NamedTuple):
+    """`more` is what config.json says beside its sizes."""
+
+    shape: ModelShape
+    family: str
+    layers: int
+    longest: int  # context, in tokens
+    more: Mapping[str, Any] = {}
+
+
 G7 = ModelShape(name="g7", hidden=896, middle=4864, heads=14, kv_heads=2, head_dim=64, vocab=151936, head_norm=False)
-# Shape, family, layers, longest context.
-MODELS: dict[str, tuple[ModelShape, str, int, int]] = {
-    "b135m": (SHAPES["b135m"], "llama", 30, 8192),
-    "b600m": (SHAPES["b600m"], "qwen3", 28, 40960),
-    "b1b": (SHAPES["b1b"], "llama", 16, 131072),
-    "8b": (SHAPES["8b"], "llama", 32, 131072),
-    "g7": (G7, "qwen2", 24, 32768),
-}
+GRANITE_MOE = ModelShape(name="granite-moe", hidden=1024, middle=512, heads=16, kv_heads=8, head_dim=64, vocab=49155)
+OLMOE = ModelShape(name="olmoe", hidden=2048, middle=1024, heads=16, kv_heads=16, head_dim=128, vocab=50304)
+MODELS = {
+    "b135m": Model(SHAPES["b135m"], "llama", 30, 8192),
+    "b600m": Model(SHAPES["b600m"], "qwen3", 28, 40960),
+    "b1b": Model(SHAPES["b1b"], "llama", 16, 131072),
+    "8b": Model(SHAPES["8b"], "llama", 32, 131072),
+    "g7": Model(G7, "qwen2", 24, 32768),
+    "granite-moe": Model(GRANITE_MOE, "granitemoe", 24, 4096, {
+        "num_local_experts": 32, "num_experts_per_tok": 8, "attention_multiplier": 1 / 64, "embedding_multiplier": 12.0,
+        "logits_scaling": 6.0, "residual_multiplier": 0.22,
+    }),
+    "olmoe": Model(OLMOE, "olmoe", 16, 4096, {
+        "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "tie_word_embeddings": False,
+    }),
+}  # fmt: skip
 SIDE = {"num_bits": 8, "type": "int", "symmetric": True}
 W8A8 = {
     "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
@@ -67,17 +89,18 @@ def write_model(path: Path, name: str, vocab: int = 0) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    shape, family, layers, longest = MODELS[name]
+    shape, family, layers, longest, more = MODELS[name]
     size = vocab or shape.vocab
     tokenizer = tokenizer_of(size)
     end = tokenizer.token_to_id(END)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(path)
-    config = AutoConfig.for_model(
-        family, vocab_size=size, hidden_size=shape.hidden, intermediate_size=shape.middle,
-        num_hidden_layers=layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim, max_position_embeddings=longest, tie_word_embeddings=True,
-        eos_token_id=end, bos_token_id=None,
-    )  # fmt: skip
+    fields = {
+        "vocab_size": size, "hidden_size": shape.hidden, "intermediate_size": shape.middle,
+        "num_hidden_layers": layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim, "max_position_embeddings": longest, "tie_word_embeddings": True,
+        "eos_token_id": end, "bos_token_id": None,
+    }  # fmt: skip
+    config = AutoConfig.for_model(family, **(fields | dict(more)))
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
 
@@ -106,6 +129,8 @@ def main() -> None:
     parser.add_argument("--w8a8", action="store_true", help="linear layers in int8")
     parser.add_argument("--vocab", type=int, default=0, help="tokens, where they are to be others than the shape's")
     given = parser.parse_args()
+    if given.w8a8 and MODELS[given.shape].more:
+        parser.error(f"--w8a8: {given.shape} has experts, which are not rounded here")
     given.out.mkdir(parents=True)
     write_model(given.out, given.shape, given.vocab)
     if given.w8a8:
