@@ -33,7 +33,7 @@ def test_a_dense_step_reads_every_matrix_once() -> None:
 
 
 def test_of_experts_a_step_reads_those_that_are_chosen() -> None:
-    fields = SIZES | make_model.MODELS["olmoe"].more
+    fields = {**SIZES, **make_model.MODELS["olmoe"].more}
     spec = spec_of({"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"} | fields)
     read = decode.read_by(spec, "bf16", context=0)
     assert (read.dense, read.experts) == (3 * 2 * (QKV + OUT + 64 * 64), 3 * 2 * 8 * MLP)
