@@ -80,7 +80,9 @@ def _mlp(hidden: int, width: int, *, gated: bool) -> tuple[Matrix, Matrix]:
 
 
 def measure(model: str, quantization: str, rounds: int) -> dict[str, Any]:
-    options = {"kv_cache_gib": 0.25} | ({} if quantization == PLAIN else {"quantization": quantization})
+    options = {"kv_cache_gib": 0.25, "max_model_len": 2 * (INPUT_TOKENS + OUTPUT_TOKENS)} | (
+        {} if quantization == PLAIN else {"quantization": quantization}
+    )
     local = Local.load(model, options)
     try:
         probe = Roofline(SHAPES["b135m"], Limits(cold_bytes=PROBE_BYTES, repeats=5)).ceiling_probe(PROBE_BYTES)

@@ -17,6 +17,7 @@ constexpr size_t PANEL_ROW = 4 * PANEL;  // bytes
 constexpr int CLAMPED = 5;               // of LinearOp::activation
 // Bytes between what is multiplied and what is fetched; may reach past the end. Where groups take turns, it is all of a turn.
 constexpr int FETCH_AHEAD = groups_of(MAX_ROWS, 2) == 2 ? 8192 : 16384;
+constexpr int LATER_AHEAD = 4096;  // where it waits in the second cache, which is quickly reached
 
 // w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
 static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out) {
@@ -126,7 +127,7 @@ PAGODA_INLINE void in_tiles(int first, int last, F&& f) {
   }
 }
 
-enum class Fetch { NOTHING, NEAR, PAST };
+enum class Fetch : uint8_t { NOTHING, NEAR, LATER, PAST };  // as an int in Ahead, it makes gcc spill sums at AVX2
 
 // What to fetch while rows pass a panel: for a single tile the same panel, a little ahead, which then need not stay in any
 // cache; for several tiles, which find the panel in a near one, the next panel, a share by each. A step is for a row of the
@@ -134,18 +135,20 @@ enum class Fetch { NOTHING, NEAR, PAST };
 struct Ahead {
   const char* at;
   size_t step, half;
-  bool single, past;
+  bool single;
+  Fetch how;
 
   PAGODA_INLINE_MEMBER Ahead(const void* panel, size_t bytes, int rows, int most = MAX_ROWS, int turns = 1) {
     const size_t tiles = (size_t)(rows + most - 1) / most, times = tiles * turns;
     step = (PANEL_ROW + times - 1) / times;
     half = step / 2;
     single = tiles == 1;
-    past = single && past_caches();
-    at = (const char*)panel + (single ? FETCH_AHEAD : bytes);
+    how = !single ? Fetch::NEAR : past_caches() ? Fetch::PAST : turns == 1 ? Fetch::LATER : Fetch::NEAR;
+    at = (const char*)panel + (!single ? bytes : how == Fetch::LATER ? LATER_AHEAD : FETCH_AHEAD);
   }
   PAGODA_INLINE_MEMBER void fetch() {
-    if (past) fetch<Fetch::PAST>();
+    if (how == Fetch::PAST) fetch<Fetch::PAST>();
+    else if (how == Fetch::LATER) fetch<Fetch::LATER>();
     else fetch<Fetch::NEAR>();
   }
   template <Fetch FETCH>
@@ -154,6 +157,9 @@ struct Ahead {
     if constexpr (FETCH == Fetch::PAST) {
       prefetch_past(at);
       prefetch_past(at + half);
+    } else if constexpr (FETCH == Fetch::LATER) {
+      prefetch_later(at);
+      prefetch_later(at + half);
     } else {
       prefetch(at);
       prefetch(at + half);
@@ -192,6 +198,14 @@ PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, 
   constexpr int GROUPS = groups_of(ROWS, 2);
   add_pairs<NUMBERS, ROWS, GROUPS, FETCH>(x, panel, num_pairs, ahead, sums);
   if constexpr (GROUPS == 1) add_pairs<NUMBERS, ROWS, 1, FETCH>(x, panel + 16, num_pairs, ahead, sums + 16);
+}
+
+// And fetches as is said.
+template <typename NUMBERS, int ROWS>
+PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, Ahead& ahead, typename NUMBERS::Value* sums) {
+  if (ahead.how == Fetch::PAST) add_both<NUMBERS, ROWS, Fetch::PAST>(x, panel, num_pairs, ahead, sums);
+  else if (ahead.how == Fetch::LATER) add_both<NUMBERS, ROWS, Fetch::LATER>(x, panel, num_pairs, ahead, sums);
+  else add_both<NUMBERS, ROWS, Fetch::NEAR>(x, panel, num_pairs, ahead, sums);
 }
 
 // Where registers do not hold both groups of a panel for a full tile, groups and tiles take turns, so many pair rows at a
@@ -320,8 +334,7 @@ static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int l
         const Rows<ROWS> tile_rows(x.row(from) + 2 * at, x.stride());
         const uint32_t* pairs_of_columns = panel + (size_t)at * PANEL;
         float* sum = sums.of(segment, place);
-        if (ahead.past) add_both<Bf16, ROWS, Fetch::PAST>(tile_rows, pairs_of_columns, to - at, ahead, sum);
-        else add_both<Bf16, ROWS, Fetch::NEAR>(tile_rows, pairs_of_columns, to - at, ahead, sum);
+        add_both<Bf16, ROWS>(tile_rows, pairs_of_columns, to - at, ahead, sum);
         if (to == border) sums.end(segment, place, ROWS);
       }
       if (end == num_pairs) finish_rows(sums.total(place), ROWS, from, column, op);

@@ -69,8 +69,7 @@ PAGODA_INLINE void add_turns(const uint8_t* levels, size_t stride, const uint32_
   for (int begin = 0; begin < count; begin += TURN) {
     const Rows<ROWS> x(levels + (size_t)begin * 2 * sizeof(typename NUMBERS::Left), stride);
     const int turn = count - begin < TURN ? count - begin : TURN;
-    if (ahead.past) add_both<NUMBERS, ROWS, Fetch::PAST>(x, words + (size_t)begin * PANEL, turn, ahead, sums);
-    else add_both<NUMBERS, ROWS, Fetch::NEAR>(x, words + (size_t)begin * PANEL, turn, ahead, sums);
+    add_both<NUMBERS, ROWS>(x, words + (size_t)begin * PANEL, turn, ahead, sums);
   }
 }
 

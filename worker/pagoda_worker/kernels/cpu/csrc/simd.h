@@ -259,7 +259,8 @@ struct Bf16 {
 PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 PAGODA_INLINE void prefetch_later(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 PAGODA_INLINE void prefetch_past(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
-// Whether what is read once is better fetched past the caches. Intel's processors then read several times more slowly.
+// Whether what is read once is better fetched past the caches. Intel's processors then read several times more slowly; they
+// read most quickly into the second cache, as more lines may be on their way to that than to the nearest.
 PAGODA_INLINE bool past_caches() { return __builtin_cpu_is("amd"); }
 #else
 PAGODA_INLINE void prefetch(const void*) {}
