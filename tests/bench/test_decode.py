@@ -41,7 +41,7 @@ def test_of_experts_a_step_reads_those_that_are_chosen() -> None:
 
 def test_a_small_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model.MODELS["granite-moe"]
-    monkeypatch.setitem(make_model.MODELS, "small", model._replace(shape=SMALL, layers=1, longest=256))
+    monkeypatch.setitem(make_model.MODELS, "small", model._replace(shape=SMALL, layers=1, longest=512))
     make_model.write_model(tmp_path, "small", 700)
     command = [sys.executable, decode.__file__, str(tmp_path), "--formats", "bf16,int8", "--rounds", "1"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
