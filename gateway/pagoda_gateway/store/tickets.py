@@ -2,9 +2,9 @@
 
 A ticket is a small record under a name that follows from its owner and its client's key for it, so of two gateways that
 are asked the same at once one writes it first, and the other one finds it. The job lies beside it and is written before
-it; the answer is a log of the run that made it, which the ticket names once it is whole. All of it vanishes together, and
-nothing prolongs it.
-That it is not there says nothing to who runs it, as a store may lose what it had; one that is forgotten leaves word.
+it; the answer is a log of its run, which the ticket names once it is whole. All of it vanishes together, and nothing
+prolongs it. That it is not there says nothing to who runs it, as a store may lose what it had; one that is forgotten
+leaves word.
 """
 
 from __future__ import annotations
