@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -60,9 +61,9 @@ NOTHING = Held(0, 0)
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`digest` is that of the request; `num_bytes` what job and answer take; `runner` the gateway that began to run it
-    last, which ended at `ended_at` (Unix seconds; 0: it runs, or nobody knows). `answered`: its answer is there, that
-    of the run `answer` (0: of one that named none, as a version before this did). One in the `background` is run
-    elsewhere, for all that is known here since it began; its job is kept with its response.
+    last, which ended at `ended_at` (Unix seconds; 0: it runs, or nobody knows). `answered`: its answer is there, in
+    the log of this name (of none where a version before this kept it). One in the `background` is run elsewhere, for
+    all that is known here since it began; its job is kept with its response.
     """
 
     digest: str
@@ -73,7 +74,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     background: bool = False
     runner: str = ""
     answered: bool = False
-    answer: int = 0
+    answer: str = ""
     ended_at: float = 0.0
 
     @property
@@ -175,32 +176,23 @@ class KeptTickets:
     async def keep_answer(self, found: Found, answer: bytes) -> bool:
         """False for one that is too large. Raises Conflict where another gateway has kept it, or is at it.
 
-        Only who runs it wrote the version that it found, so nobody else has a log of that name: an answer that comes
-        late replaces nobody's.
+        The log's name is new, so nobody else has it: an answer that comes late replaces nobody's.
         """
         if len(answer) > MAX_APPEND_BYTES:
             return False
-        old, run = found.ticket, found.record.version
+        old, name = found.ticket, secrets.token_hex(8)
         replaced = await self.answer(found) if old.answered else b""
-        ticket = msgspec.structs.replace(old, answered=True, answer=run)
-        await self._write(_answer_log(ticket), answer, found.record.expires_at)
+        log = _answer_log(msgspec.structs.replace(old, answer=name))
+        await self._store.append(log, parts_of(answer), index=0, expires_at=found.record.expires_at)
         num_bytes = old.num_bytes - len(replaced) + len(answer)
         try:
-            await self.change(found, answered=True, answer=run, ended_at=time.time(), num_bytes=num_bytes)
+            await self.change(found, answered=True, answer=name, ended_at=time.time(), num_bytes=num_bytes)
         except Conflict:
-            await self._store.drop(_answer_log(ticket))
+            await self._store.drop(log)
             raise
         if old.answered:
             await self._store.drop(_answer_log(old))
         return True
-
-    async def _write(self, log: str, data: bytes, expires_at: float | None) -> None:
-        """A log that is nobody else's."""
-        try:
-            await self._store.append(log, parts_of(data), index=0, expires_at=expires_at)
-        except Conflict:  # an earlier run of the same gateway, which could tell the store nothing afterwards
-            await self._store.drop(log)
-            await self._store.append(log, parts_of(data), index=0, expires_at=expires_at)
 
     async def answer(self, found: Found) -> bytes:
         """b"" where it has expired, a little before its ticket."""
