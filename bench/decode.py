@@ -22,8 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pagoda.bench.latency import make_prompts, run_batch
 from pagoda.offline.local import Local
+from pagoda.settings.numbers import whole
 from pagoda_proto.params import SamplingParams
-from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MoeShape
+from pagoda_worker.checkpoints.formats import FIELD
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MoeShape, dense_mlp
 from pagoda_worker.kernels.measure import PLAIN, Roofline, weight_bytes
 from pagoda_worker.kernels.quantized import FORMATS
 from pagoda_worker.kernels.roofline import SHAPES, Limits
@@ -48,8 +50,8 @@ class Read(NamedTuple):
 
 
 def read_by(spec: DecoderSpec, quantization: str, context: int) -> Read:
-    """`quantization` is that of the linear layers. Routers stay bf16, and output matrices are int8 where these are in
-    4 bits."""
+    """`quantization` is that of the linear layers. Routers stay bf16, and output matrices are int8 beside any but bf16.
+    Raises ValueError for attention over latents, whose matrices are not known here."""
     form = FORMATS.get(quantization)
     dense = experts = cached = 0.0
     for layer in spec.layers:
@@ -66,12 +68,11 @@ def read_by(spec: DecoderSpec, quantization: str, context: int) -> Read:
 def _dense(hidden: int, layer: LayerSpec) -> Iterator[Matrix]:
     """(N, K) of what every token passes."""
     if layer.latent is not None:
-        raise SystemExit("attention over latents is not counted here")
+        raise ValueError("what attention over latents reads is not counted here")
     heads, size = layer.attention.num_heads, layer.attention.head_dim
     yield (heads + 2 * layer.attention.num_kv_heads) * size, hidden
     yield hidden, heads * size
-    mlp = layer.mlp.shared if isinstance(layer.mlp, MoeShape) else layer.mlp
-    if mlp is not None:
+    if (mlp := dense_mlp(layer)) is not None:
         yield from _mlp(hidden, mlp.width, gated=mlp.gated)
 
 
@@ -79,15 +80,25 @@ def _mlp(hidden: int, width: int, *, gated: bool) -> tuple[Matrix, Matrix]:
     return (width * (2 if gated else 1), hidden), (hidden, width)
 
 
-def measure(model: str, quantization: str, rounds: int) -> dict[str, Any]:
+def spec_at(model: Path) -> DecoderSpec:
+    """Raises ValueError for what is no such model, or one whose weights are quantised already."""
+    try:
+        fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"a directory in Hugging Face format is wanted: {error}") from error
+    if FIELD in fields:
+        raise ValueError(f"config.json: with {FIELD!r} its matrices have other sizes than are counted here")
+    return spec_of(fields)
+
+
+def measure(model: str, spec: DecoderSpec, quantization: str, rounds: int) -> dict[str, Any]:
+    read = read_by(spec, quantization, INPUT_TOKENS + OUTPUT_TOKENS // 2)
     options = {"kv_cache_gib": 0.25, "max_model_len": 2 * (INPUT_TOKENS + OUTPUT_TOKENS)} | (
         {} if quantization == PLAIN else {"quantization": quantization}
     )
     local = Local.load(model, options)
     try:
         probe = Roofline(SHAPES["b135m"], Limits(cold_bytes=PROBE_BYTES, repeats=5)).ceiling_probe(PROBE_BYTES)
-        spec = spec_of(json.loads((Path(model) / "config.json").read_text()))
-        read = read_by(spec, quantization, INPUT_TOKENS + OUTPUT_TOKENS // 2)
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         workload = argparse.Namespace(seed=0, batch_size=1, input_len=INPUT_TOKENS, output_len=OUTPUT_TOKENS)
         token_s, shares = [], []
@@ -124,16 +135,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a directory in Hugging Face format")
     parser.add_argument("--formats", default=PLAIN, help=f"of {PLAIN}, {', '.join(FORMATS)} [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=3, help="batches that count [%(default)s]")
+    parser.add_argument("--rounds", type=whole(1), default=3, help="batches that count [%(default)s]")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     given = parser.parse_args()
     formats = given.formats.split(",")
     if unknown := set(formats) - {PLAIN, *FORMATS}:
         parser.error(f"--formats: {', '.join(sorted(unknown))}")
     found = []
-    for quantization in formats:
-        found.append(measure(given.model, quantization, given.rounds))
-        print(told(found[-1]), flush=True)
+    try:
+        spec = spec_at(Path(given.model))
+        for quantization in formats:
+            found.append(measure(given.model, spec, quantization, given.rounds))
+            print(told(found[-1]), flush=True)
+    except ValueError as error:
+        parser.error(str(error))
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 

@@ -5,8 +5,7 @@
 
 Shapes are those of `pagoda bench kernels`; g7, which is Qwen2-0.5B's, with 7 query heads to each KV head; and two
 mixtures of experts, granite-moe (Granite 3.1 1B-A400M) and olmoe (OLMoE 1B-7B). How fast a model is depends on its
-shape; what it says is noise. The tokenizer knows bytes and made-up words, as many as the output
-matrix has room for.
+shape; what it says is noise. The tokenizer knows bytes and made-up words, as many as the output matrix has room for.
 """
 
 from __future__ import annotations

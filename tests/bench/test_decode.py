@@ -49,3 +49,11 @@ def test_a_small_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all("share of the floor" in line for line in told)
     refused = subprocess.run([*command, "--formats", "int3"], capture_output=True, text=True, check=False)
     assert "int3" in refused.stderr
+
+
+def test_what_is_not_counted_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Hugging Face"):
+        decode.spec_at(tmp_path)
+    (tmp_path / "config.json").write_text('{"quantization_config": {}}')
+    with pytest.raises(ValueError, match="quantization_config"):
+        decode.spec_at(tmp_path)

@@ -142,7 +142,9 @@ class KeptTickets:
         try:
             version = await self._store.put(TICKETS, name, value, owner=owner, expect=ABSENT, expires_at=expires_at)
         except Conflict:
-            await self._store.delete(JOBS, ticket.job_id)
+            there = await self.find(name, owner)
+            if there is None or there.ticket.job_id != ticket.job_id:  # else that is what its job is kept for
+                await self._store.delete(JOBS, ticket.job_id)
             raise
         return Found(Record(name, owner, value, version, version, expires_at), ticket)
 

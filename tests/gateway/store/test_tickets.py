@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 from pagoda_gateway.store.interface import MAX_PART_BYTES, Conflict, Store
 from pagoda_gateway.store.sqlite_store import SqliteStore
-from pagoda_gateway.store.tickets import Found, KeptTickets, Ticket
+from pagoda_gateway.store.tickets import JOBS, Found, KeptTickets, Ticket
 
 KEPT_S = 3600.0
 NAME, OWNER = "stream_n", "me"
-ANSWERS = {who: who.encode() * (MAX_PART_BYTES // 4) for who in ("first", "second", "third")}  # of two parts and more
+RUNNERS = {"first": "first", "again": "first", "second": "second", "third": "third"}
+ANSWERS = {who: who.encode() * (MAX_PART_BYTES // 4) for who in RUNNERS}  # of two parts and more
 
 
 class Kept(KeptTickets):
@@ -134,6 +135,20 @@ async def test_another_request_under_the_same_key_is_not_deleted_for_the_one_bef
         assert await kept.answer(await there(kept)) == b"tokens"
 
 
+async def test_a_ticket_that_is_written_twice_keeps_its_job() -> None:
+    """As two of them do that run it, after the store has lost everything; not where it is another request's."""
+    async with shared() as kept:
+        found = await begun(kept)
+        with pytest.raises(Conflict):
+            await begun(kept)
+        assert await kept.job(found) == b"job"
+        other = Ticket(digest="d", path="/p", job_id="other", num_bytes=3)
+        with pytest.raises(Conflict):
+            await kept.begin(NAME, OWNER, other, b"other job")
+        assert await kept._store.get(JOBS, "other") is None
+        assert await kept.job(found) == b"job"
+
+
 class Turns:
     """A `Store` whose calls wait until it is their caller's turn."""
 
@@ -187,12 +202,13 @@ class Turns:
 
 
 async def run(kept: KeptTickets, who: str) -> None:
-    """As a gateway that finds the ticket, whoever runs it; "first" began it."""
+    """As a gateway that finds the ticket: it writes what it takes over, and not what it began or runs once more."""
     if (found := await kept.find(NAME, OWNER)) is None:
         return
     if not found.ticket.answered:
-        anew = found.ticket.runner != who  # as a gateway writes what it takes over, and not what it runs once more
-        await kept.keep_answer(await kept.change(found, runner=who) if anew else found, ANSWERS[who])
+        runner = RUNNERS[who]
+        found = found if found.ticket.runner == runner else await kept.change(found, runner=runner)
+        await kept.keep_answer(found, ANSWERS[who])
 
 
 async def forget(kept: KeptTickets) -> None:
@@ -200,7 +216,7 @@ async def forget(kept: KeptTickets) -> None:
         await kept.forget(found)
 
 
-@given(data=st.data(), several=st.sets(st.sampled_from(["first", "second", "third", "client"]), min_size=2))
+@given(data=st.data(), several=st.sets(st.sampled_from([*RUNNERS, "client"]), min_size=2))
 @settings(max_examples=60, deadline=None)
 def test_whatever_happens_in_what_order_an_answer_is_whole_and_nothing_is_left(
     data: st.DataObject, several: set[str]
