@@ -1,4 +1,4 @@
-"""docs/security.md and docs/reliability.md name every number once, and tests that exist."""
+"""Documents point at what is there; those of faults name every number once, and tests that exist."""
 
 from __future__ import annotations
 
@@ -6,14 +6,35 @@ import ast
 import fnmatch
 import functools
 import re
+from pathlib import Path
 
 import pytest
-from tests.test_house_rules import ROOT, python_files
+from tests.test_house_rules import ROOT, name, python_files
 
+PLACES = ("bench", "demo", "deploy", "docs", "services", "tests")
 NUMBERS = {
     "docs/security.md": [f"SEC-{number:02}" for number in range(1, 34)],
     "docs/reliability.md": [f"F{number:02}" for number in range(1, 71)],
 }
+
+
+DOCUMENTS = [*ROOT.glob("*.md"), *(path for place in PLACES for path in (ROOT / place).rglob("*.md"))]
+
+
+@functools.cache
+def headings(document: Path) -> set[str]:
+    """As a heading is addressed."""
+    lines = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        path, _, heading = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
 
 
 def rows(document: str) -> list[tuple[str, str, str, str]]:
