@@ -11,8 +11,9 @@ from tests.worker.models.harness import make_batch
 
 from pagoda_worker.kernels.cpu.native import NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Ops, Rotation
+from pagoda_worker.kernels.ops import AttentionShape, Expert, HeadNorm, Ops, Rotation
 from pagoda_worker.kernels.quantized import Format, Weight, quantize
+from pagoda_worker.kernels.routing import Routing
 from pagoda_worker.rows.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -121,3 +122,26 @@ def test_threads_meet_five_times_in_a_layer_of_few_rows_and_seven_in_one_of_many
         before = ops.library.meetings
         recorded(batch)
         assert ops.library.meetings - before == 1 + LAYERS * count + (1 if count == 5 else 2), batch.query_lens
+
+
+def test_what_one_thread_does_alone_in_turn_nobody_waits_for_in_between(ops: NativeOps) -> None:
+    """Of one row: norm, router, choice and gathering together, then two products, then the sum of the chosen."""
+    routing = Routing(experts=11, chosen=3, renormalised=True)
+    experts = ops.pack_experts(
+        (Expert(torch.randn(2 * 96, HIDDEN).bfloat16(), torch.randn(HIDDEN, 96).bfloat16()) for _ in range(11)), 11
+    )
+    table, norm = torch.randn(50, HIDDEN).bfloat16(), torch.randn(HIDDEN)
+    router = ops.pack_linear(torch.randn(11, HIDDEN).bfloat16())
+
+    def forward(ops: Ops, batch: Batch, kv: Any) -> tuple[torch.Tensor, ...]:
+        x = ops.rms_norm(ops.embed(batch.token_ids, table, None), norm, 1e-6)
+        return (ops.moe(x, ops.logits(x, router), experts, routing, "silu"),)
+
+    kept = KVShape(num_layers=1, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16, quantized=False)
+    kv = [ops.new_kv_cache(kept, 20, BLOCK)]
+    recorded = ops.record(forward, kv, 300)
+    for batch, count in zip(batches(), (9, 8, 4, 8, 9, 9), strict=True):
+        before = ops.library.meetings
+        (got,) = recorded(batch)
+        assert ops.library.meetings - before == count, batch.query_lens
+        assert torch.equal(got, forward(ops, batch, kv)[0])

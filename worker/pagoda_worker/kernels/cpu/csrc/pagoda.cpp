@@ -117,7 +117,7 @@ constexpr int FEW_ROWS = 8;
 
 bool done_as_one(const Op& op, const Step& step) { return op.joined && (op.kind != LINEAR || step.num_tokens <= FEW_ROWS); }
 
-// The operations as they are done in this step; threads meet after each of these.
+// The operations as they are done in this step.
 std::vector<Work> works_of(Crew& crew, const Level& level, const Op* ops, int num_ops, const Step& step) {
   static std::atomic<uint64_t> uses{1};
   const uint64_t use = uses.fetch_add((uint64_t)num_ops, std::memory_order_relaxed);
@@ -136,13 +136,25 @@ std::vector<Work> works_of(Crew& crew, const Level& level, const Op* ops, int nu
   return works;
 }
 
+// Behind the works from `begin` on between which nobody waits: several that are each of one piece, as most are of one row
+// that goes to experts, are done by the thread that begins the first.
+size_t end_of_turn(const std::vector<Work>& works, size_t begin) {
+  size_t end = begin + 1;
+  if (works[begin].cut.pieces == 1)
+    while (end < works.size() && works[end].cut.pieces == 1) ++end;
+  return end;
+}
+
 void run_program(Crew& crew, const Level& level, const Op* ops, int num_ops, const Step& step) {
   const std::vector<Work> works = works_of(crew, level, ops, num_ops, step);
   Parts parts(works.size(), crew.size());
   auto body = [&](int thread) {
-    for (size_t w = 0; w < works.size(); ++w) {
+    for (size_t w = 0, end; w < works.size(); w = end) {
       if (w > 0) crew.barrier();
-      parts.take(w, thread, works[w].cut.pieces, [&](int first, int last) { level.run(step, works[w], first, last); });
+      end = end_of_turn(works, w);
+      parts.take(w, thread, works[w].cut.pieces, [&](int first, int last) {
+        for (size_t turn = w; turn < end; ++turn) level.run(step, works[turn], first, last);
+      });
     }
   };
   crew.run(body);
