@@ -1,4 +1,4 @@
-"""Checkpoints of random weights in the shapes of README's figures, for a server and its peers to read.
+"""Checkpoints of random weights in the shapes of docs/numbers.md, for a server and its peers to read.
 
     python bench/make_model.py b600m OUT
     python bench/make_model.py b600m OUT --w8a8      # its linear layers in int8, as compressed-tensors stores them
