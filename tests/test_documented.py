@@ -12,13 +12,11 @@ import pytest
 from tests.test_house_rules import ROOT, name, python_files
 
 PLACES = ("bench", "demo", "deploy", "docs", "services", "tests")
+DOCUMENTS = [*ROOT.glob("*.md"), *(path for place in PLACES for path in (ROOT / place).rglob("*.md"))]
 NUMBERS = {
     "docs/security.md": [f"SEC-{number:02}" for number in range(1, 34)],
     "docs/reliability.md": [f"F{number:02}" for number in range(1, 71)],
 }
-
-
-DOCUMENTS = [*ROOT.glob("*.md"), *(path for place in PLACES for path in (ROOT / place).rglob("*.md"))]
 
 
 @functools.cache

@@ -136,8 +136,8 @@ std::vector<Work> works_of(Crew& crew, const Level& level, const Op* ops, int nu
   return works;
 }
 
-// Behind the works from `begin` on between which nobody waits: several that are each of one piece, as most are of one row
-// that goes to experts, are done by the thread that begins the first.
+// The end of the works from `begin` on between which nobody waits: those of a single piece that follow each other are done
+// by the thread that takes the first.
 size_t end_of_turn(const std::vector<Work>& works, size_t begin) {
   size_t end = begin + 1;
   if (works[begin].cut.pieces == 1)
