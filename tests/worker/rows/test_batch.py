@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.worker.fakes_model import new_row
 
@@ -23,6 +23,7 @@ def work_of(shapes: list[tuple[int, int, bool]]) -> list[tuple[Row, Chunk]]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9), st.booleans()), min_size=1, max_size=6))
+@example([(3, 1, True), (0, 1, False), (17, 1, True)])
 def test_layout(shapes: list[tuple[int, int, bool]]) -> None:
     work = work_of(shapes)
     batch = build_batch(work, BLOCK, torch.device("cpu"))
