@@ -15,6 +15,7 @@ from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.grammars.compiling import load_grammars
 from pagoda_worker.kernel_choice import AUTO
 from pagoda_worker.kernels.ops import BackendError, guarded
+from pagoda_worker.loading.heap import give_back
 from pagoda_worker.loading.memory import DeviceUse, num_kv_blocks
 from pagoda_worker.loading.model import LoadedModel
 from pagoda_worker.loading.readers import load_any_model
@@ -48,6 +49,7 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
     """
     started = time.monotonic()
     loaded = load_any_model(config, progress)
+    give_back()
     log.info("weights read and packed in %.2f s", time.monotonic() - started)
     try:
         return _started(config, loaded, progress, recording)
