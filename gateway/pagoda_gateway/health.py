@@ -43,6 +43,7 @@ class HealthTimes:
     canary_timeout_s: float = 3.0
     canary_spacing_s: float = 1.0
     tick_s: float = 0.25
+    first_tick_s: float = 0.02  # until it was ready once: somebody waits for that
 
 
 class Health:
@@ -113,7 +114,7 @@ class Health:
             if self._canary_due():
                 await self._try_canary()
             self._tell()
-            await asyncio.sleep(self._times.tick_s)
+            await asyncio.sleep(self._times.tick_s if self.started else self._times.first_tick_s)
 
     def _tell(self) -> None:
         is_ready = not self.problems()

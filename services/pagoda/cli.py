@@ -33,6 +33,7 @@ COMMANDS = {
     "bench": Command("pagoda.bench.command", "measure a running server, or offline throughput"),
     "config": Command("pagoda.commands.config", "show or check the settings and where each value comes from"),
     "keys": Command("pagoda.commands.keys", "make, list and revoke API keys"),
+    "workers": Command("pagoda.commands.workers", "list workers, ask one to leave, while they serve"),
     "keygen": Command("pagoda.commands.keygen", "make keys for tiers on different hosts"),
     "ping": Command("pagoda.commands.ping", "ask a process whether it is healthy"),
     "doctor": Command("pagoda.commands.doctor", "check what this machine offers"),

@@ -12,13 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tests.e2e.stack import Stack, kill, running_stack
 from tests.e2e.streams import MODEL, PLAIN_TOKENS, plain, run_all
+from tests.e2e.tiers import pagoda
 from tests.gateway.model_dir import byte_level_tokenizer
 from tests.worker.adapters.files import DEMO, adapter_of
 from tests.worker.models.checkpoints import NATIVE, make_model, save
+
+from pagoda_proto.engine.v1 import engine_pb2 as pb
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # torch alone, on a busy machine, takes minutes
 NUM_STREAMS = 6
@@ -75,6 +79,21 @@ def test_streams_survive_the_death_of_a_worker(stack: Stack, undisturbed: list[A
     assert stack.stats().worker_deaths == deaths + 1
     assert stack.stats().replays > 0
     stack.wait_until(lambda: len(stack.ready_workers()) == 2)
+
+
+def test_streams_go_on_when_their_worker_is_asked_to_leave(stack: Stack, undisturbed: list[Any]) -> None:
+    deaths, [socket] = stack.stats().worker_deaths, stack.data_dir.rglob("engine.sock")
+    asked: list[pb.Worker] = []
+
+    def drain_a_busy_worker() -> None:
+        asked.append(max(stack.ready_workers(), key=lambda worker: worker.num_rows))
+        done = pagoda("workers", "drain", asked[0].worker_id, "--engine", f"unix:{socket}")
+        assert done.returncode == 0, done
+
+    check(asyncio.run(run_all(stack, requests(), drain_a_busy_worker)), undisturbed)
+    stack.wait_until(lambda: not psutil.pid_exists(asked[0].pid))
+    stack.wait_until(lambda: len(stack.ready_workers()) == 2)
+    assert stack.stats().worker_deaths == deaths
 
 
 def test_streams_far_beyond_the_windows_of_a_model_survive_the_death_of_their_worker(tmp_path: Path) -> None:

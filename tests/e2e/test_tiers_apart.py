@@ -52,6 +52,8 @@ def test_tiers_meet_over_encrypted_links_and_strangers_stay_out(tiers: Tiers, tm
         answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "What is 2 + 3?"}])
     assert "5" in (answer.choices[0].message.content or "")
     assert not stranger_alive.exists()
+    listed = pagoda("workers", "list", "--engine", f"127.0.0.1:{tiers.grpc}", *keys("gateway"))
+    assert [line.split()[1] for line in listed.stdout.splitlines()[1:]] == ["ready"], listed
 
     engine.terminate()
     assert engine.wait(STOP_S) == 0

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from pagoda.processes.process import EXIT_OK, EXIT_UNREACHABLE
-from pagoda.settings.flags import add_options, given_flags
+from pagoda.settings.flags import add_named_options, given_flags
 from pagoda.settings.numbers import whole
-from pagoda.settings.resolving import ConfigError, resolve
+from pagoda.settings.resolving import ASKED_OF, ConfigError, resolve
+from pagoda.tools.columns import in_columns
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.keys.api_key import MAX_LIMIT, ApiKey, NewKey
 from pagoda_gateway.keys.grants import LIMITS, Limits, Role
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     revoke = actions.add_parser("revoke", help="take a key back", allow_abbrev=False)
     revoke.add_argument("key_id", metavar="ID", help="as the list has it: key_..")
     for each in (create, listing, revoke):
-        add_options(each, "keys")
+        add_named_options(each, "keys", sorted(ASKED_OF["keys"]))
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -129,9 +130,7 @@ async def _list(register: KeyRegister, arguments: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2))
         return EXIT_OK
     lines = [("ID", "STATE", "ROLE", "CREATED", "EXPIRES", "NAME", "MODELS", "LIMITS"), *map(_line, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+    print(in_columns(lines))
     return EXIT_OK
 
 

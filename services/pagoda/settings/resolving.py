@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[type, ...]] = {
     "worker": (ModelSourceConfig, WorkerConfig, CommonConfig, ChildConfig),
     "offline": (ModelSourceConfig, EngineConfig, WorkerConfig),
     "keys": (GatewayConfig, CommonConfig),
+    "workers": (GatewayConfig, CommonConfig),
 }
 # What a command that wires the tiers together decides by itself.
 WIRED_BY_SERVE = frozenset({"engine", "listen", "worker_endpoint", "worker_id", "alive_file", "startup_message"})
@@ -51,7 +52,8 @@ WIRED_OFFLINE = WIRED_BY_SERVE | {
     "keys_dir", "metrics_port", "metrics_host", "max_queued_requests", "max_queued_tokens", "queue_timeout_s",
     "max_attempts", "worker_lease_s", "worker_suspect_s", "worker_dead_s", "step_deadline_s", "drain_timeout_s",
 }  # fmt: skip
-KEYS_READS = frozenset({"store", "config"})
+# What alone is asked of a command that has an errand to what others serve.
+ASKED_OF = {"keys": frozenset({"store", "config"}), "workers": frozenset({"engine", "keys_dir", "config"})}
 
 # A Kubernetes service called pagoda* makes every pod see variables such as PAGODA_PORT=tcp://10.0.0.1:8000.
 _SERVICE_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
@@ -133,7 +135,8 @@ ALL = options_of(*SECTIONS.values())
 def command_options(command: str) -> dict[str, Option]:
     """The options a command takes from the outside."""
     options = options_of(*COMMANDS[command])
-    hidden = {"serve": WIRED_BY_SERVE, "offline": WIRED_OFFLINE, "keys": options.keys() - KEYS_READS}
+    hidden = {"serve": WIRED_BY_SERVE, "offline": WIRED_OFFLINE}
+    hidden |= {name: frozenset(options.keys() - asked) for name, asked in ASKED_OF.items()}
     return {name: option for name, option in options.items() if name not in hidden.get(command, frozenset())}
 
 

@@ -173,11 +173,12 @@ class Control:
             if standing is not None and (now >= next_beat or leaving > announced):
                 wire.send(self._progress.beat(now, leaving), *standing)
                 next_beat, announced = now + times.BEAT_S, leaving
-            if wire.reaches():
+            reached = wire.reaches(0.0 if self.connected.is_set() else IDLE_INTERVAL_S)
+            if reached:
                 self.connected.set()
             else:
                 self.connected.clear()
-            frame = wire.receive(IDLE_INTERVAL_S)
+            frame = wire.receive(IDLE_INTERVAL_S if reached else 0.0)
             now = time.monotonic()
             standing = self._membership.standing(now)
             if frame is not None and standing is not None:
