@@ -68,6 +68,13 @@ async def test_not_ready_without_an_engine_core(watched: Watched, address: str) 
     assert watched.health.started
 
 
+async def test_who_waits_for_the_first_readiness_waits_for_no_tick(address: str) -> None:
+    watched = Watched(address, dataclasses.replace(TIMES, tick_s=1000.0))
+    async with running_engine(address):
+        await watched.until_changes(True)
+    await watched.aclose()
+
+
 async def test_the_canary_proves_the_ordinary_path(engine: FakeEngineCore, watched: Watched) -> None:
     await watched.until_changes(True)
     [submit] = engine.submits[:1]
