@@ -18,13 +18,12 @@ def tell_mib():
     print(int(status.split("RssAnon:")[1].split()[0]) // 1024)
 
 torch.ones(13 << 20, dtype=torch.uint8)  # from here on glibc cuts copies of this size from its heap
-kept = []
 tell_mib()
+copies, kept = [], []
 for _ in range(40):
-    copy = torch.ones(12 << 20, dtype=torch.uint8)
-    kept.append(torch.ones(64))
-    del copy
-    kept.append(torch.ones(64))
+    copies.append(torch.ones(4 << 20, dtype=torch.uint8))
+    kept.append(torch.ones(1 << 16))  # large enough that no hole of what was imported takes it
+del copies
 tell_mib()
 give_back()
 tell_mib()
