@@ -43,7 +43,7 @@ class HealthTimes:
     canary_timeout_s: float = 3.0
     canary_spacing_s: float = 1.0
     tick_s: float = 0.25
-    first_tick_s: float = 0.02  # until it was ready once: somebody waits for that
+    first_tick_s: float = 0.02  # the first: somebody waits for it to be ready
 
 
 class Health:
@@ -110,11 +110,13 @@ class Health:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
+        tick_s = min(self._times.first_tick_s, self._times.tick_s)
         while True:
             if self._canary_due():
                 await self._try_canary()
             self._tell()
-            await asyncio.sleep(self._times.tick_s if self.started else self._times.first_tick_s)
+            await asyncio.sleep(self._times.tick_s if self.started else tick_s)
+            tick_s = min(tick_s * 1.01, self._times.tick_s)  # a hundredth of how long it has waited
 
     def _tell(self) -> None:
         is_ready = not self.problems()

@@ -28,6 +28,12 @@ def check_host_port(address: str, host_and_port: str, *, keyed: bool, any_port: 
         raise ValueError(f"address {address!r} is not on the loopback interface; a link off this host needs keys_dir")
 
 
+def check_socket_path(address: str, path: str) -> None:
+    """Raises ValueError, naming `address`, unless a Unix socket can be at `path`."""
+    if not 0 < len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+        raise ValueError(f"address {address!r} needs a socket path of 1 to {MAX_SOCKET_PATH_BYTES} bytes")
+
+
 def host_id() -> str:
     """The kernel's boot id and this process's pid namespace; "" where the system has neither (no Linux, no /proc)."""
     try:

@@ -10,6 +10,7 @@ in. ZMQ between engine core and worker is CURVE (https://rfc.zeromq.org/spec/26/
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,8 +38,19 @@ class CurveKeys(NamedTuple):
 
 
 def load_tls(keys_dir: str) -> TlsKeys:
-    """Raises KeyFileError when a file is missing or no PEM."""
-    return TlsKeys(*(_pem(Path(keys_dir) / name) for name in ("ca.crt", "tls.crt", "tls.key")))
+    """Raises KeyFileError when a file is missing, does not hold what its name says, or is of another pair."""
+    ca, certificate, private_key = (Path(keys_dir) / name for name in ("ca.crt", "tls.crt", "tls.key"))
+    keys = TlsKeys(_pem(ca), _pem(certificate), _pem(private_key))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # gRPC would say of none of these which it is
+    try:
+        context.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise KeyFileError(f"{ca} holds no certificate: {error.reason or error}") from error
+    try:
+        context.load_cert_chain(certificate, private_key, password="")  # else it asks a terminal
+    except ssl.SSLError as error:
+        raise KeyFileError(f"{certificate} and {private_key} are no pair: {error.reason or error}") from error
+    return keys
 
 
 def load_curve(keys_dir: str, peers: str) -> CurveKeys:

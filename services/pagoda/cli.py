@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -80,6 +81,8 @@ def parser_of(chosen: str = "") -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (see `pagoda.processes.process`)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: no name ends a command that prints it
     words = list(sys.argv[1:] if argv is None else argv)
     words = ["version"] if words == ["--version"] else words
     arguments = parser_of(words[0] if words else "").parse_args(words)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda_proto.addresses import check_host_port
+from pagoda_proto.addresses import MAX_SOCKET_PATH_BYTES, check_host_port, check_socket_path
 
 LOCAL = ["127.0.0.1:80", "127.1.2.3:0", "localhost:5", "[::1]:7"]
 REMOTE = ["10.0.0.1:80", "0.0.0.0:80", "host:80", "[::]:1"]
@@ -28,3 +28,10 @@ def test_what_is_no_host_and_port_is_refused_even_with_keys(address: str) -> Non
 
 def test_a_server_may_leave_the_port_open() -> None:
     check_host_port("127.0.0.1:*", "127.0.0.1:*", keyed=False, any_port=True)
+
+
+@pytest.mark.parametrize("path", ["", "x" * (MAX_SOCKET_PATH_BYTES + 1), "ä" * 54])
+def test_a_socket_path_has_some_bytes_and_not_too_many(path: str) -> None:
+    check_socket_path("unix:/x", path[:50] or "x")
+    with pytest.raises(ValueError, match=r"unix:there.*bytes"):
+        check_socket_path("unix:there", path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,14 @@ from pagoda.cli import COMMANDS
 def pagoda(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pagoda.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_what_a_terminal_cannot_show_ends_no_command() -> None:
+    a_command = "import pagoda.tools.version as version; version.main = lambda _: print('w\\xf6rker')"
+    lines = f"{a_command}; import pagoda.cli; pagoda.cli.main(['version'])"
+    command = [sys.executable, "-c", lines]
+    done = subprocess.run(command, capture_output=True, check=False, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout) == (0, b"w\\xf6rker\n"), done.stderr
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

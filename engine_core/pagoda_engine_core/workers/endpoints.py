@@ -10,7 +10,7 @@ import socket
 import stat
 from pathlib import Path
 
-from pagoda_proto.addresses import MAX_SOCKET_PATH_BYTES, check_host_port
+from pagoda_proto.addresses import check_host_port, check_socket_path
 
 
 def prepare(address: str, *, file_scheme: str, tcp_scheme: str, keyed: bool = False) -> Path | None:
@@ -38,8 +38,7 @@ def claim_socket_path(path: Path) -> None:
     """Make the directory private and remove what a killed predecessor left at `path`."""
     if not path.is_absolute():
         raise ValueError(f"socket path {str(path)!r} must be absolute")
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise ValueError(f"socket path {str(path)!r} is longer than {MAX_SOCKET_PATH_BYTES} bytes")
+    check_socket_path(str(path), str(path))
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory = path.parent.stat()
     if directory.st_uid != os.geteuid() or stat.S_IMODE(directory.st_mode) & 0o077:

@@ -107,7 +107,7 @@ class Registry:
 
 
 def _malformed(hello: Hello) -> str | None:
-    for name in ("worker_id", "incarnation"):
+    for name in ("worker_id", "incarnation", "device"):
         value = getattr(hello, name)
         if not (value and value.isprintable() and len(value.encode()) <= MAX_ID_BYTES):
             return f"{name}: 1 to {MAX_ID_BYTES} printable bytes are needed, got {value[:200]!r}"

@@ -17,7 +17,7 @@ import grpc
 
 from pagoda_gateway.engine.report import EngineReport, WorkerReport
 from pagoda_proto import times
-from pagoda_proto.addresses import check_host_port
+from pagoda_proto.addresses import check_host_port, check_socket_path
 from pagoda_proto.engine.frames import joined, parted
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import AdminStub, EngineStub
@@ -51,7 +51,11 @@ class EngineAddress:
     def __init__(self, address: str, keys_dir: str = "") -> None:
         self.text = address
         self._keys = load_tls(keys_dir) if keys_dir and not address.startswith("unix:") else None
-        if not address.startswith("unix:"):
+        if address.startswith("unix:"):
+            check_socket_path(address, address.removeprefix("unix:"))
+        elif "/" in address:
+            raise ValueError(f"address {address!r} must be unix:/path or host:port")
+        else:
             check_host_port(address, address, keyed=self._keys is not None)
 
     @classmethod

@@ -38,7 +38,7 @@ def test_a_listening_socket_is_left_alone_and_a_dead_one_removed(socket_dir: Pat
 def test_paths_must_be_absolute_and_short(socket_dir: Path) -> None:
     with pytest.raises(ValueError, match="absolute"):
         claim_socket_path(Path("e.sock"))
-    with pytest.raises(ValueError, match="longer"):
+    with pytest.raises(ValueError, match="bytes"):
         claim_socket_path(socket_dir / ("x" * MAX_SOCKET_PATH_BYTES))
 
 

@@ -29,11 +29,13 @@ def test_a_model_length_that_was_asked_for_binds_every_worker() -> None:
     assert registry.refusal(make_hello(max_model_len=2000), ()) is None
 
 
-@pytest.mark.parametrize("name", ["", "a\nb", "x" * 129, "\x00"])
-def test_names_must_be_printable_and_short(name: str) -> None:
-    refused = Registry().refusal(make_hello(worker_id=name), ())
+@pytest.mark.parametrize("field", ["worker_id", "incarnation", "device"])
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 129, "\x00", "\x1b[31mcpu"])
+def test_names_must_be_printable_and_short(field: str, name: str) -> None:
+    refused = Registry().refusal(make_hello(**{"worker_id": "w0", field: name}), ())
     assert refused is not None
     assert refused.final
+    assert refused.reason.startswith(f"{field}: ")
 
 
 def test_duplicates_and_other_numerics_may_try_again_later() -> None:

@@ -39,6 +39,8 @@ class Core(AdminServicer):
         )
 
     def DrainWorker(self, request: pb.DrainWorkerRequest, context: Any) -> pb.DrainWorkerResponse:
+        if request.worker_id == "quick":
+            context.abort(grpc.StatusCode.NOT_FOUND, "no such worker")
         self.left.append(request.worker_id)
         return pb.DrainWorkerResponse()
 
@@ -49,8 +51,8 @@ class Core(AdminServicer):
 @pytest.fixture
 def cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Core]]:
     """Two, which the environment names as it does for a gateway."""
-    first = Core(tmp_path, "1", [("worker-0", "ready"), ("both", "ready"), ("lost", "dead")])
-    second = Core(tmp_path, "2", [("both", "suspect"), ("lost", "gone"), ("worker-1", "draining")])
+    first = Core(tmp_path, "1", [("worker-0", "ready"), ("both", "ready"), ("lost", "dead"), ("worker-0", "hung")])
+    second = Core(tmp_path, "2", [("both", "suspect"), ("lost", "hung"), ("worker-1", "draining"), ("quick", "ready")])
     monkeypatch.setenv("PAGODA_ENGINE", f"{first.address},{second.address}")
     yield [first, second]
     first.stop()
@@ -66,13 +68,13 @@ def test_workers_of_all_engine_cores_are_listed(cores: list[Core], capsys: pytes
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["WORKER", "STATE", "DEVICE", "ROWS", "FREE", "BLOCKS", "STEPS", "MIB", "ENGINE", "CORE"]
     assert [line.split()[:2] for line in lines] == [
-        ["worker-0", "ready"], ["both", "ready"], ["lost", "dead"],
-        ["both", "suspect"], ["lost", "gone"], ["worker-1", "draining"],
+        ["worker-0", "ready"], ["both", "ready"], ["lost", "dead"], ["worker-0", "hung"],
+        ["both", "suspect"], ["lost", "hung"], ["worker-1", "draining"], ["quick", "ready"],
     ]  # fmt: skip
     assert lines[0].split()[2:] == ["cpu", "2", "4", "of", "10", "7", "3", cores[0].address]
     assert workers("list", "--json") == EXIT_OK
     rows = json.loads(capsys.readouterr().out)
-    assert (rows[0]["worker_id"], rows[0]["rss_bytes"], rows[5]["engine"]) == ("worker-0", 3 << 20, cores[1].address)
+    assert (rows[0]["worker_id"], rows[0]["rss_bytes"], rows[6]["engine"]) == ("worker-0", 3 << 20, cores[1].address)
 
 
 def test_an_engine_core_that_is_away_hides_no_other(cores: list[Core], capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +99,7 @@ def test_a_worker_is_asked_to_leave_where_it_is(cores: list[Core], capsys: pytes
         ("both", "'both' is at unix:"),
         ("lost", "there is no worker 'lost' that could leave"),
         ("worker-1", "there is no worker 'worker-1' that could leave"),
+        ("quick", "there is no worker 'quick' that could leave"),
         ("nobody", "there is no worker 'nobody' that could leave"),
     ],
 )
@@ -114,7 +117,9 @@ def test_prefixes_are_forgotten_everywhere(cores: list[Core], capsys: pytest.Cap
     assert [f"{core.address}: 5 blocks are forgotten" in told for core in cores] == [True, True]
 
 
-@pytest.mark.parametrize("address", ["", "unix:a,unix:a", "core.example:7700", "127.0.0.1"])
+@pytest.mark.parametrize(
+    "address", ["", "unix:", "unix:a,unix:a", "ipc:///run/workers.sock", "core.example:7700", "127.0.0.1"]
+)
 def test_an_address_that_cannot_be_one_is_refused(capsys: pytest.CaptureFixture[str], address: str) -> None:
     assert workers("list", "--engine", address) == EXIT_CONFIG
     assert "engine" in capsys.readouterr().err

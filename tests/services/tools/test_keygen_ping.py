@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -50,6 +51,23 @@ def test_a_bad_certificate_is_named(tmp_path: Path) -> None:
     (tmp_path / "gateway" / "tls.crt").write_bytes(b"nothing")
     with pytest.raises(KeyFileError, match=r"tls\.crt is not PEM"):
         load_tls(str(tmp_path / "gateway"))
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "tls.crt", "tls.key"])
+@pytest.mark.parametrize("begin", ["CERTIFICATE", "PRIVATE KEY"])
+def test_what_is_only_called_a_certificate_is_named(tmp_path: Path, name: str, begin: str) -> None:
+    generate(tmp_path)
+    (tmp_path / "gateway" / name).write_text(f"-----BEGIN {begin}-----\nAAAA\n-----END {begin}-----\n")
+    with pytest.raises(KeyFileError, match=re.escape(str(tmp_path / "gateway" / name))):
+        load_tls(str(tmp_path / "gateway"))
+
+
+def test_a_key_of_another_certificate_is_told(tmp_path: Path) -> None:
+    generate(tmp_path / "ours")
+    generate(tmp_path / "theirs")
+    (tmp_path / "theirs" / "gateway" / "tls.key").replace(tmp_path / "ours" / "gateway" / "tls.key")
+    with pytest.raises(KeyFileError, match=r"tls\.crt and .*tls\.key are no pair"):
+        load_tls(str(tmp_path / "ours" / "gateway"))
 
 
 async def test_ping_grpc_under_mutual_tls_lets_only_key_holders_in(tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import zmq
 
-from pagoda_proto.addresses import MAX_SOCKET_PATH_BYTES, check_host_port
+from pagoda_proto.addresses import check_host_port, check_socket_path
 from pagoda_proto.channel import MAX_FRAME_BYTES, Envelope, FrameError, encode, open_envelope
 from pagoda_proto.keys import CurveKeys, load_curve
 from pagoda_proto.steps import PROTOCOL_VERSION, SPOKEN, Message, Versions
@@ -48,13 +47,12 @@ def local_or_encrypted(endpoint: str, worker_id: str, keys_dir: str = "") -> Lin
     Raises ValueError for another address, KeyFileError (one too) for keys that are missing.
     """
     scheme, _, rest = endpoint.partition("://")
-    if scheme == "ipc" and rest:
-        if len(os.fsencode(rest)) > MAX_SOCKET_PATH_BYTES:
-            raise ValueError(f"engine: the socket path is longer than {MAX_SOCKET_PATH_BYTES} bytes: {endpoint!r}")
-        return Link(endpoint, worker_id)
-    if scheme != "tcp" or rest.endswith(":0"):
+    if scheme not in ("ipc", "tcp") or not rest or rest.endswith(":0"):
         raise ValueError(f"engine: must be ipc:///path or tcp://host:port, got {endpoint!r}")
     try:
+        if scheme == "ipc":
+            check_socket_path(endpoint, rest)
+            return Link(endpoint, worker_id)
         check_host_port(endpoint, rest, keyed=bool(keys_dir))
     except ValueError as error:
         raise ValueError(f"engine: {error}") from None

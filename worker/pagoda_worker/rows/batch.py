@@ -143,7 +143,7 @@ def build_batch(
     token_ids, lens = _tokens_of(work, drafts)
     firsts = np.array([chunk.start for _, chunk in work])
     context_lens = (firsts + lens).tolist()
-    if len(token_ids) == len(work):
+    if lens.count(1) == len(work):
         starts = np.arange(len(work) + 1)
         row_of_token, positions = starts[:-1], firsts
     else:
