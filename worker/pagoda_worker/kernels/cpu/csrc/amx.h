@@ -5,6 +5,8 @@
 #pragma once
 
 #ifdef __AMX_BF16__
+#include <utility>
+
 #include "simd.h"
 
 namespace PAGODA_NS {
@@ -71,67 +73,93 @@ struct TileRows {
   size_t stride, lower, step;
 };
 
-// Of pairs of bf16, or of bytes: signed ones of rows with unsigned ones of the panel. A macro, as the compiler's own wants
-// numbers of tiles literally.
-#define PAGODA_TILE_PRODUCT(bytes, c, a, b)      \
-  if constexpr (bytes) _tile_dpbsud(c, a, b);    \
-  else _tile_dpbf16ps(c, a, b)
+// Of pairs of bf16, or of bytes: signed ones of rows with unsigned or signed ones of the panel. A macro, as the compiler's own
+// wants numbers of tiles literally.
+enum class TileProduct { PAIRS, BYTES, SIGNED };
+#define PAGODA_TILE_PRODUCT(kind, c, a, b)                                \
+  if constexpr (kind == TileProduct::PAIRS) _tile_dpbf16ps(c, a, b);      \
+  else if constexpr (kind == TileProduct::BYTES) _tile_dpbsud(c, a, b);   \
+  else _tile_dpbssd(c, a, b)
 
-// sums [rows][32] = so many products of sixteen words, or what they were and these; with LOWER of more than sixteen rows.
+// Sums that tiles still hold, and where they belong: each is stored when its tile is about to begin anew, between products
+// that do not wait for it. To store all at the end would take as long as a product of the four.
+class Unstored {
+ public:
+  // Whoever reads them needs this before; who reads beside the products that follow does not.
+  PAGODA_INLINE_MEMBER void store() {
+    if (at_ == nullptr) return;
+    _tile_stored(0, at_, PANEL_STRIDE);
+    _tile_stored(1, at_ + PANEL_STRIDE / 2, PANEL_STRIDE);
+    if (lower_) {
+      _tile_stored(2, at_ + TILE_ROWS * PANEL_STRIDE, PANEL_STRIDE);
+      _tile_stored(3, at_ + TILE_ROWS * PANEL_STRIDE + PANEL_STRIDE / 2, PANEL_STRIDE);
+    }
+    at_ = nullptr;
+  }
+  // The tiles are for sums at `to`, LOWER ones, too, from now on. Returns where those belong that they hold.
+  template <bool LOWER>
+  PAGODA_INLINE_MEMBER char* next(char* to) {
+    if (lower_ != LOWER) store();
+    lower_ = LOWER;
+    return std::exchange(at_, to);
+  }
+
+ private:
+  char* at_ = nullptr;
+  bool lower_ = false;
+};
+
+// A tile of sums at `to` begins, and what it held is stored to `before`, unless it goes on with these.
+#define PAGODA_TILE_BEGIN(t, offset)                                                \
+  if (!goes_on) {                                                                   \
+    if (before) _tile_stored(t, before + (offset), PANEL_STRIDE);                   \
+    if constexpr (BEGIN) _tile_zero(t);                                             \
+    else _tile_loadd(t, to + (offset), PANEL_STRIDE);                               \
+  }
+
+// sums [rows][32] = so many products of sixteen words, at least one, or what they were and these; with LOWER of more than
+// sixteen rows.
 // Rows pass by, and leave the nearest cache to the panel. beside() is called with every product: the matrix unit and the
 // others work at the same time on what lies that near.
-template <bool BYTES, bool LOWER, bool BEGIN, typename BESIDE>
-static void tile_sums(TileRows a, const char* panel, int products, TileAhead& ahead, void* sums, BESIDE& beside) {
+template <TileProduct KIND, bool LOWER, bool BEGIN, typename BESIDE>
+static void tile_sums(TileRows a, const char* panel, int products, TileAhead& ahead, void* sums, Unstored& unstored,
+                      BESIDE& beside) {
   asm volatile("" ::: "memory");  // what was written before is read: loads of tiles do not say so to the compiler
-  char *upper = (char*)sums, *lower = upper + TILE_ROWS * PANEL_STRIDE;
-  constexpr int HALF = PANEL_STRIDE / 2;
-  if constexpr (BEGIN) {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (LOWER) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-  } else {
-    _tile_loadd(0, upper, PANEL_STRIDE);
-    _tile_loadd(1, upper + HALF, PANEL_STRIDE);
-    if constexpr (LOWER) {
-      _tile_loadd(2, lower, PANEL_STRIDE);
-      _tile_loadd(3, lower + HALF, PANEL_STRIDE);
-    }
-  }
+  constexpr int HALF = PANEL_STRIDE / 2, BELOW = TILE_ROWS * PANEL_STRIDE;
+  char* const to = (char*)sums;
+  char* const before = unstored.next<LOWER>(to);
+  bool goes_on = !BEGIN && before == to;
   for (int i = 0; i < products; ++i, a.at += a.step, panel += TILE_WORDS * PANEL_STRIDE) {
+    PAGODA_TILE_BEGIN(0, 0)
     _tile_stream_loadd(4, a.at, a.stride);
     _tile_loadd(6, panel, PANEL_STRIDE);
+    PAGODA_TILE_PRODUCT(KIND, 0, 4, 6);
+    PAGODA_TILE_BEGIN(1, HALF)
     _tile_loadd(7, panel + HALF, PANEL_STRIDE);
     ahead.fetch();
-    PAGODA_TILE_PRODUCT(BYTES, 0, 4, 6);
-    PAGODA_TILE_PRODUCT(BYTES, 1, 4, 7);
+    PAGODA_TILE_PRODUCT(KIND, 1, 4, 7);
     if constexpr (LOWER) {
+      PAGODA_TILE_BEGIN(2, BELOW)
       _tile_stream_loadd(5, a.at + a.lower, a.stride);
-      PAGODA_TILE_PRODUCT(BYTES, 2, 5, 6);
-      PAGODA_TILE_PRODUCT(BYTES, 3, 5, 7);
+      PAGODA_TILE_PRODUCT(KIND, 2, 5, 6);
+      PAGODA_TILE_BEGIN(3, BELOW + HALF)
+      PAGODA_TILE_PRODUCT(KIND, 3, 5, 7);
     }
+    goes_on = true;
     beside();
-  }
-  _tile_stored(0, upper, PANEL_STRIDE);
-  _tile_stored(1, upper + HALF, PANEL_STRIDE);
-  if constexpr (LOWER) {
-    _tile_stored(2, lower, PANEL_STRIDE);
-    _tile_stored(3, lower + HALF, PANEL_STRIDE);
   }
 }
 
-template <bool BYTES, typename BESIDE>
+template <TileProduct KIND, typename BESIDE>
 PAGODA_INLINE void tile_sums(int rows, bool begin, const TileRows& a, const void* panel, int products, TileAhead& ahead,
-                             void* sums, BESIDE&& beside) {
+                             void* sums, Unstored& unstored, BESIDE&& beside) {
   const char* words = (const char*)panel;
   if (rows > TILE_ROWS) {
-    if (begin) tile_sums<BYTES, true, true>(a, words, products, ahead, sums, beside);
-    else tile_sums<BYTES, true, false>(a, words, products, ahead, sums, beside);
+    if (begin) tile_sums<KIND, true, true>(a, words, products, ahead, sums, unstored, beside);
+    else tile_sums<KIND, true, false>(a, words, products, ahead, sums, unstored, beside);
   } else {
-    if (begin) tile_sums<BYTES, false, true>(a, words, products, ahead, sums, beside);
-    else tile_sums<BYTES, false, false>(a, words, products, ahead, sums, beside);
+    if (begin) tile_sums<KIND, false, true>(a, words, products, ahead, sums, unstored, beside);
+    else tile_sums<KIND, false, false>(a, words, products, ahead, sums, unstored, beside);
   }
 }
 

@@ -18,10 +18,12 @@ namespace PAGODA_NS {
 
 constexpr int SPLIT = 256;
 constexpr int SPLIT_GROUPS = SPLIT / 16;
-constexpr int LINES = 48;  // of a work item, at most: one read of keys and values from memory serves them all
+// Lines of a work item, at most: one read of keys and values from memory serves them all.
 #ifdef __AMX_BF16__
+constexpr int LINES = 96;
 constexpr int TILE_LINES = TILE_ROWS;  // at most of what is computed together
 #else
+constexpr int LINES = 48;
 constexpr int TILE_LINES = MAX_ROWS;
 #endif
 constexpr int AHEAD = 4;   // groups of keys between the one computed with and the one prefetched

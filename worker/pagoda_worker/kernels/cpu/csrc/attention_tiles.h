@@ -31,7 +31,7 @@ static void gather_chunks(const AttentionArgs& a, int from, int first, int last,
   }
 }
 
-// Of values that are keys, what comes from memory is fetched as far as the caches that all of it has room in: so fast is the
+// The first tile of an item fetches for them all. Of values that are keys, what comes from memory is fetched as far as the caches that all of it has room in: so fast is the
 // arithmetic that requests for the nearest one, which can wait for few at once, would hold up its own reads.
 PAGODA_INLINE void fetch_by_tiles(const AttentionArgs& a, const void* p) {
   if (kept_once(a)) prefetch_later(p);
@@ -63,7 +63,7 @@ static void score_by_tiles(const AttentionArgs& a, const View& v, int rows, int 
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, keys[1] + at, 64);
     _tile_dpbf16ps(1, 4, 7);
-    for (int row = 0; row < 16; ++row)
+    for (int row = 0; v.line == 0 && row < 16; ++row)
       for (int g = 0; g < GROUPS; ++g) fetch_by_tiles(a, ahead[g] + at + 16 * row);
     if constexpr (GROUPS == 4) {
       _tile_loadd(6, keys[2] + at, 64);
@@ -103,7 +103,7 @@ static void values_by_tiles(const AttentionArgs& a, const View& v, int rows, int
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, words + 16, 4 * stride);
     _tile_dpbf16ps(1, 4, 7);
-    for (int half = 0; half < 2 && 16 * half < v.last - t; ++half)
+    for (int half = 0; v.line == 0 && half < 2 && 16 * half < v.last - t; ++half)
       for (int row = 0; row < 8; ++row)
         for (int g = 0; g < GROUPS; ++g)
           fetch_by_tiles(a, s.values.ahead[group + half] + row * stride + at + 16 * g);

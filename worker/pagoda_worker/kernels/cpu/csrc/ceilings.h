@@ -112,8 +112,9 @@ PAGODA_INLINE Ints dot4(Ints acc, Ints a, Ints b) {
 #ifdef __AMX_BF16__
 // Six tiles of sums and two that are multiplied, each sum of 16 x 16 x 16 words. These hold numbers as they occur, as bf16 of
 // either sign between 1/2 and 2: with zeros the unit needs less power, and the processor is faster.
-template <bool BYTES>
+template <TileProduct KIND>
 static double peak_tiles(long rounds) {
+  constexpr bool BYTES = KIND == TileProduct::BYTES;
   const Tiles tiles(TILE_BLOCK);
   alignas(64) uint32_t words[2][TILE_ROWS * TILE_WORDS];
   uint32_t state = 1;
@@ -126,17 +127,17 @@ static double peak_tiles(long rounds) {
   _tile_loadd(6, words[0], 4 * TILE_WORDS);
   _tile_loadd(7, words[1], 4 * TILE_WORDS);
   for (long round = 0; round < rounds; ++round) {
-    PAGODA_TILE_PRODUCT(BYTES, 0, 6, 7);
-    PAGODA_TILE_PRODUCT(BYTES, 1, 6, 7);
-    PAGODA_TILE_PRODUCT(BYTES, 2, 6, 7);
-    PAGODA_TILE_PRODUCT(BYTES, 3, 6, 7);
-    PAGODA_TILE_PRODUCT(BYTES, 4, 6, 7);
-    PAGODA_TILE_PRODUCT(BYTES, 5, 6, 7);
+    PAGODA_TILE_PRODUCT(KIND, 0, 6, 7);
+    PAGODA_TILE_PRODUCT(KIND, 1, 6, 7);
+    PAGODA_TILE_PRODUCT(KIND, 2, 6, 7);
+    PAGODA_TILE_PRODUCT(KIND, 3, 6, 7);
+    PAGODA_TILE_PRODUCT(KIND, 4, 6, 7);
+    PAGODA_TILE_PRODUCT(KIND, 5, 6, 7);
   }
   return 2.0 * 6 * TILE_ROWS * TILE_ROWS * TILE_WORDS * (BYTES ? 4 : 2) * (double)rounds;
 }
 
-static double peak(int kind, long rounds) { return kind == 0 ? peak_tiles<false>(rounds) : peak_tiles<true>(rounds); }
+static double peak(int kind, long rounds) { return kind == 0 ? peak_tiles<TileProduct::PAIRS>(rounds) : peak_tiles<TileProduct::BYTES>(rounds); }
 #else
 static double peak(int kind, long rounds) { return kind == 0 ? peak_bf16(rounds) : peak_int8(rounds); }
 #endif

@@ -15,13 +15,16 @@ namespace PAGODA_NS {
 
 #ifdef __AMX_BF16__
 constexpr int ROWS_AT_ONCE = TILE_BLOCK;
+constexpr int ROWS_OF_GROUPS = 4 * TILE_BLOCK;  // whose sums, when each few inputs are scaled, have room in the nearest cache
 #else
 constexpr int ROWS_AT_ONCE = MAX_ROWS;
+constexpr int ROWS_OF_GROUPS = BLOCK;
 #endif
 // Rows of x, as the tiles read them, that stay in half of a 1 MiB L2 while all panels pass.
 static int block_rows(const LinearOp& op) {
   int row_bytes = op.k * (int)(op.form.bits != 16 && op.form.input_bits == 8 ? LEVEL_BYTES : sizeof(Bf16::Left));
-  int rows = (512 << 10) / row_bytes < BLOCK ? (512 << 10) / row_bytes : BLOCK;
+  const int most = op.form.bits == 4 ? ROWS_OF_GROUPS : BLOCK;
+  int rows = (512 << 10) / row_bytes < most ? (512 << 10) / row_bytes : most;
   return rows < 4 * ROWS_AT_ONCE ? 4 * ROWS_AT_ONCE : rows / ROWS_AT_ONCE * ROWS_AT_ONCE;
 }
 static int num_panels(const LinearOp& op) { return (op.n + PANEL - 1) / PANEL; }

@@ -287,22 +287,30 @@ static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int l
   const int rest = segment_pairs % TILE_WORDS;  // less than a product
   TileAhead ahead(panel, (size_t)num_pairs * PANEL_ROW, TILE_WORDS * PANEL_ROW, last - first, FETCH_AHEAD);
   const Tiles tiles(last - first);
+  Unstored unstored;
   Finishing finishing(op, column);
   for (int segment = 0; segment < op.segments; ++segment, panel += (size_t)segment_pairs * PANEL) {
-    int done = 0;
-    do {
-      const int count = products - done < chunk ? products - done : chunk;
+    if (products == 0) sums.start(segment, 0, last - first);
+    for (int done = 0, count; done < products; done += count) {
+      count = products - done < chunk ? products - done : chunk;
       const uint32_t* words = panel + (size_t)done * TILE_WORDS * PANEL;
       const bool ends = done + count == products && rest == 0, all = ends && segment + 1 == op.segments;
+      const auto stored = [&](int rows, int from, int parts) {
+        if (ends) sums.end(segment, from - first, rows);
+        if (all) finishing.start(sums.total(from - first), rows, from, parts);
+      };
+      int before = 0;
       in_tile_blocks(first, last, [&](int rows, int from) {
         if (all) finishing.expect(rows, from, count);
-        tile_sums<false>(rows, done == 0, x.tile(from, segment, done), words, count, ahead, sums.of(segment, from - first),
-                         [&]() PAGODA_INLINE_MEMBER { finishing.some(); });
-        if (ends) sums.end(segment, from - first, rows);
-        if (all) finishing.start(sums.total(from - first), rows, from, count);
+        tile_sums<TileProduct::PAIRS>(rows, done == 0, x.tile(from, segment, done), words, count, ahead,
+                                      sums.of(segment, from - first), unstored,
+                                      [&]() PAGODA_INLINE_MEMBER { finishing.some(); });
+        if (before > 0) stored(before, from - before, count);
+        before = rows;
       });
-      done += count;
-    } while (done < products);
+      if (done + count == products) unstored.store();
+      stored(before, last - before, 1);
+    }
     if (rest == 0) continue;
     const int at = products * TILE_WORDS;
     add_rest(x, first, last - first, segment * segment_pairs + at, rest, panel + (size_t)at * PANEL, sums.of(segment, 0));

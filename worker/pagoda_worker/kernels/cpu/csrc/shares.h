@@ -15,7 +15,7 @@ PAGODA_INLINE int row_lines(const AttentionArgs& a, int row) {
   return (a.query_starts[row + 1] - a.query_starts[row]) * (a.heads / a.kv.heads);
 }
 PAGODA_INLINE int row_items(const AttentionArgs& a, int row) {
-  return (row_lines(a, row) + LINES - 1) / LINES * a.kv.heads;
+  return items_per_head(a, row) * a.kv.heads;
 }
 PAGODA_INLINE Splits row_splits(const AttentionArgs& a, int row) {
   const int length = a.query_starts[row + 1] - a.query_starts[row], end = a.context_lens[row];
