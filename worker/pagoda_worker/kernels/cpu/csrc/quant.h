@@ -300,26 +300,6 @@ static void quant_panel_directly(const LinearOp& op, const Inputs& in, int first
   });
 }
 
-#if PAGODA_LEVEL >= 1
-// totals [rows][PANEL] += a group's sums, scaled. Sums that were BEGUN hold the rows' offsets where the form has no zeros.
-template <typename FORM, bool BEGUN>
-PAGODA_INLINE void add_scaled(const RoundedRows& in, int from, int rows, int group, const uint8_t* head,
-                              const int32_t* sums, float* totals) {
-  const float* scales = in.scales(from, group);
-  const int32_t* offsets = in.offsets(from, group);
-  for (int c = 0; c < PANEL; c += 16) {
-    const f16 scale = load_scales<FORM>(head, c);
-    for (int r = 0; r < rows; ++r) {
-      ints sum = load(sums + r * PANEL + c);
-      if constexpr (FORM::ZEROS) sum = sum + load_u8(head + FORM::SCALE_BYTES + c) * set1(offsets[r]);
-      else if constexpr (!BEGUN) sum = sum + set1(offsets[r]);
-      float* total = totals + r * PANEL + c;
-      store(total, fma(to_float(sum), scale * set1(scales[r]), load(total)));
-    }
-  }
-}
-#endif
-
 }  // namespace PAGODA_NS
 
 #if PAGODA_LEVEL == 1

@@ -87,6 +87,23 @@ PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_
   else add_nibbles(Rows<ROWS>(levels, stride), words, group, ahead, sums);
 }
 
+// totals [rows][PANEL] += a group's sums, scaled. Where the form has no zeros, the rows' offsets are in the sums.
+template <typename FORM>
+PAGODA_INLINE void add_scaled(const RoundedRows& in, int from, int rows, int group, const uint8_t* head,
+                              const int32_t* sums, float* totals) {
+  const float* scales = in.scales(from, group);
+  const int32_t* offsets = in.offsets(from, group);
+  for (int c = 0; c < PANEL; c += 16) {
+    const f16 scale = load_scales<FORM>(head, c);
+    for (int r = 0; r < rows; ++r) {
+      ints sum = load(sums + r * PANEL + c);
+      if constexpr (FORM::ZEROS) sum = sum + load_u8(head + FORM::SCALE_BYTES + c) * set1(offsets[r]);
+      float* total = totals + r * PANEL + c;
+      store(total, fma(to_float(sum), scale * set1(scales[r]), load(total)));
+    }
+  }
+}
+
 template <typename FORM>
 static void word_panel(const LinearOp& op, const RoundedRows& rows, int first, int last, const uint8_t* panel, int column) {
   const int group = op.form.group, segment_groups = op.k / group / op.segments;
@@ -105,7 +122,7 @@ static void word_panel(const LinearOp& op, const RoundedRows& rows, int first, i
         begin_sums<ROWS, FORM>(rows, from, g, sums);
         const uint8_t* levels = rows.levels(from) + (size_t)g * group * sizeof(Rounded<FORM>);
         add_words<ROWS, FORM>(levels, rows.stride(), (const uint32_t*)(at + FORM::HEAD_BYTES), group, ahead, sums);
-        add_scaled<FORM, true>(rows, from, ROWS, g, at, sums, totals.of(segment, 0));
+        add_scaled<FORM>(rows, from, ROWS, g, at, sums, totals.of(segment, 0));
       }
       totals.end(segment, 0, ROWS);
     }
