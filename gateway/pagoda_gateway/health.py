@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pagoda_gateway.engine.client import SessionClient
@@ -44,6 +44,15 @@ class HealthTimes:
     canary_spacing_s: float = 1.0
     tick_s: float = 0.25
     first_tick_s: float = 0.02  # the first: somebody waits for it to be ready
+
+
+def pauses_before_ready(times: HealthTimes) -> Iterator[float]:
+    """Seconds from look to look: each about a hundredth of the time since the first, so that who waits for a start that
+    takes a second is told at once, and one that takes hours costs no more than being ready."""
+    pause_s = min(times.first_tick_s, times.tick_s)
+    while True:
+        yield pause_s
+        pause_s = min(pause_s * 1.01, times.tick_s)
 
 
 class Health:
@@ -110,13 +119,11 @@ class Health:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        tick_s = min(self._times.first_tick_s, self._times.tick_s)
-        while True:
+        for pause_s in pauses_before_ready(self._times):
             if self._canary_due():
                 await self._try_canary()
             self._tell()
-            await asyncio.sleep(self._times.tick_s if self.started else tick_s)
-            tick_s = min(tick_s * 1.01, self._times.tick_s)  # a hundredth of how long it has waited
+            await asyncio.sleep(self._times.tick_s if self.started else pause_s)
 
     def _tell(self) -> None:
         is_ready = not self.problems()

@@ -41,15 +41,15 @@ def load_tls(keys_dir: str) -> TlsKeys:
     """Raises KeyFileError when a file is missing, does not hold what its name says, or is of another pair."""
     ca, certificate, private_key = (Path(keys_dir) / name for name in ("ca.crt", "tls.crt", "tls.key"))
     keys = TlsKeys(_pem(ca), _pem(certificate), _pem(private_key))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # gRPC would say of none of these which it is
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # what it says of them gRPC would not
     try:
         context.load_verify_locations(ca)
-    except ssl.SSLError as error:
-        raise KeyFileError(f"{ca} holds no certificate: {error.reason or error}") from error
+    except OSError as error:
+        raise KeyFileError(f"{ca} holds no certificate that can be used: {error}") from error
     try:
         context.load_cert_chain(certificate, private_key, password="")  # else it asks a terminal
-    except ssl.SSLError as error:
-        raise KeyFileError(f"{certificate} and {private_key} are no pair: {error.reason or error}") from error
+    except OSError as error:
+        raise KeyFileError(f"{certificate} and {private_key} are no pair that can be used: {error}") from error
     return keys
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from collections.abc import AsyncIterator
 
@@ -13,7 +14,7 @@ from tests.gateway.fake_engine_core import FakeEngineCore, running_engine, until
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Waits
-from pagoda_gateway.health import Health, HealthTimes
+from pagoda_gateway.health import Health, HealthTimes, pauses_before_ready
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.params import SamplingParams
@@ -66,6 +67,14 @@ async def test_not_ready_without_an_engine_core(watched: Watched, address: str) 
         assert watched.health.phase == "ready"
     await watched.until_changes(True, False)
     assert watched.health.started
+
+
+def test_who_has_waited_long_waits_no_shorter_than_who_is_ready() -> None:
+    times = HealthTimes()
+    pauses = list(itertools.islice(pauses_before_ready(times), 1000))
+    assert (pauses[0], pauses[-1]) == (times.first_tick_s, times.tick_s)
+    assert all(pause <= times.first_tick_s + 0.0101 * sum(pauses[:i]) for i, pause in enumerate(pauses))
+    assert list(itertools.islice(pauses_before_ready(TIMES), 2)) == [TIMES.tick_s] * 2
 
 
 async def test_who_waits_for_the_first_readiness_waits_for_no_tick(address: str) -> None:

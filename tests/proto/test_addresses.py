@@ -32,6 +32,6 @@ def test_a_server_may_leave_the_port_open() -> None:
 
 @pytest.mark.parametrize("path", ["", "x" * (MAX_SOCKET_PATH_BYTES + 1), "ä" * 54])
 def test_a_socket_path_has_some_bytes_and_not_too_many(path: str) -> None:
-    check_socket_path("unix:/x", path[:50] or "x")
+    check_socket_path("unix:there", "x" * MAX_SOCKET_PATH_BYTES)
     with pytest.raises(ValueError, match=r"unix:there.*bytes"):
         check_socket_path("unix:there", path)

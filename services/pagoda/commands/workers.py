@@ -23,9 +23,8 @@ from pagoda_proto.keys import KeyFileError
 
 CALL_S = 10.0
 HEADS = ("WORKER", "STATE", "DEVICE", "ROWS", "FREE BLOCKS", "STEPS", "MIB", "ENGINE CORE")
-STAYS = frozenset(
-    {"ready", "suspect"}
-)  # who may still be asked to leave; an engine core also tells of lives that ended
+# Who may still be asked to leave; an engine core also tells of lives that have ended.
+STAYS = frozenset({"ready", "suspect"})
 
 
 class Answer(NamedTuple):
@@ -83,12 +82,11 @@ async def _drain(addresses: Sequence[EngineAddress], worker_id: str) -> int:
     if holders:
         (holder,) = (address for address in addresses if address.text == holders[0])
         answers = await _each([holder], "DrainWorker", pb.DrainWorkerRequest(worker_id=worker_id))
-        if (error := answers[0].error) is None:
+        if answers[0].error is None:
             print(f"{worker_id} leaves {holder.text}", file=sys.stderr)
-        has_none = error is not None and error.code() is grpc.StatusCode.NOT_FOUND  # it went meanwhile
-    else:
-        has_none = not any(answer.error for answer in answers)
-    if has_none:
+            return EXIT_OK
+    # All of them answered, or the one that had it says that it went meanwhile.
+    if all(error is None or error.code() is grpc.StatusCode.NOT_FOUND for *_, error in answers):
         raise ConfigError([f"there is no worker {worker_id!r} that could leave"])
     return _told(answers)
 

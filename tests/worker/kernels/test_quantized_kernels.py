@@ -128,6 +128,22 @@ def test_bits_do_not_depend_on_company_or_threads(ops: NativeOps, form: tuple[in
         library.close()
 
 
+@pytest.mark.parametrize(("form", "zeros"), VARIANTS)
+@pytest.mark.parametrize(("k", "group", "segments"), [(2240, 2240, 1), (4480, 2240, 2), (1536, 64, 8), (1344, 64, 1)])
+def test_groups_that_come_in_parts_and_several_at_once(
+    ops: NativeOps, k: int, group: int, segments: int, form: tuple[int, int], zeros: bool
+) -> None:
+    """However many rows pass beside each other, and in however many blocks."""
+    weight, x = make(40, k, group, form, zeros), inputs(300, k)
+    packed, expected = ops.pack_linear(weight, None, segments), reference.pack_linear(weight, None, segments)
+    whole = ops.logits(x, packed)
+    assert_near(whole, reference.linear(x.double(), expected), FLOAT32)
+    for size in (1, 3, 17, 33, 70, 130):
+        parts = x[:140].split(size)[: 5 if size < 20 else None]
+        got = torch.cat([ops.logits(part, packed) for part in parts])
+        assert torch.equal(got, whole[: len(got)])
+
+
 PLAIN_OR_FORM: list[tuple[tuple[int, int] | None, bool]] = [(None, False), *VARIANTS]
 
 

@@ -40,7 +40,9 @@ def test_what_is_over_cannot_end_or_renew_what_came_after() -> None:
     assert membership.standing(3.0) == new
 
 
-GOOD_ADDRESSES = ["ipc:///run/x/e.sock", "tcp://127.0.0.1:5000", "tcp://localhost:1", "tcp://[::1]:5000"]
+GOOD_ADDRESSES = [
+    "ipc:///run/x/e.sock", "ipc:///run/x:0", "tcp://127.0.0.1:5000", "tcp://localhost:1", "tcp://[::1]:5000",
+]  # fmt: skip
 BAD_ADDRESSES = ["", "ipc://", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "udp://127.0.0.1:1", "ipc:///" + "x" * 110]
 
 

@@ -47,12 +47,12 @@ def local_or_encrypted(endpoint: str, worker_id: str, keys_dir: str = "") -> Lin
     Raises ValueError for another address, KeyFileError (one too) for keys that are missing.
     """
     scheme, _, rest = endpoint.partition("://")
-    if scheme not in ("ipc", "tcp") or not rest or rest.endswith(":0"):
-        raise ValueError(f"engine: must be ipc:///path or tcp://host:port, got {endpoint!r}")
     try:
         if scheme == "ipc":
             check_socket_path(endpoint, rest)
             return Link(endpoint, worker_id)
+        if scheme != "tcp" or rest.endswith(":0"):
+            raise ValueError(f"must be ipc:///path or tcp://host:port, got {endpoint!r}")
         check_host_port(endpoint, rest, keyed=bool(keys_dir))
     except ValueError as error:
         raise ValueError(f"engine: {error}") from None

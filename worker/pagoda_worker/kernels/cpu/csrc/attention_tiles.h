@@ -31,8 +31,9 @@ static void gather_chunks(const AttentionArgs& a, int from, int first, int last,
   }
 }
 
-// The first tile of an item fetches for them all. Of values that are keys, what comes from memory is fetched as far as the caches that all of it has room in: so fast is the
-// arithmetic that requests for the nearest one, which can wait for few at once, would hold up its own reads.
+// The first tile of an item fetches for all of them. Of values that are keys, what comes from memory is fetched as far as the
+// caches that all of it has room in: so fast is the arithmetic that requests for the nearest one, which can wait for few at
+// once, would hold up its own reads.
 PAGODA_INLINE void fetch_by_tiles(const AttentionArgs& a, const void* p) {
   if (kept_once(a)) prefetch_later(p);
   else prefetch_once(p);

@@ -114,7 +114,7 @@ PAGODA_INLINE Ints dot4(Ints acc, Ints a, Ints b) {
 // either sign between 1/2 and 2: with zeros the unit needs less power, and the processor is faster.
 template <TileProduct KIND>
 static double peak_tiles(long rounds) {
-  constexpr bool BYTES = KIND == TileProduct::BYTES;
+  constexpr bool BYTES = KIND != TileProduct::PAIRS;
   const Tiles tiles(TILE_BLOCK);
   alignas(64) uint32_t words[2][TILE_ROWS * TILE_WORDS];
   uint32_t state = 1;
@@ -137,7 +137,9 @@ static double peak_tiles(long rounds) {
   return 2.0 * 6 * TILE_ROWS * TILE_ROWS * TILE_WORDS * (BYTES ? 4 : 2) * (double)rounds;
 }
 
-static double peak(int kind, long rounds) { return kind == 0 ? peak_tiles<TileProduct::PAIRS>(rounds) : peak_tiles<TileProduct::BYTES>(rounds); }
+static double peak(int kind, long rounds) {
+  return kind == 0 ? peak_tiles<TileProduct::PAIRS>(rounds) : peak_tiles<TileProduct::BYTES>(rounds);
+}
 #else
 static double peak(int kind, long rounds) { return kind == 0 ? peak_bf16(rounds) : peak_int8(rounds); }
 #endif

@@ -71,11 +71,11 @@ class Scaling {
   typedef std::conditional_t<FORM::ROUNDED, int32_t, float> Sum;
 
   Scaling(const RoundedRows& rounded, int group) : rounded_(rounded), group_(group) {}
-  // Sums are [groups][TILE_BLOCK][PANEL] of rows from `from` on, totals [rows][PANEL]; the first group's head is at `head`.
-  // Each call of `some` is to scale one of so many parts of them.
-  PAGODA_INLINE_MEMBER void start(const Sum* sums, float* totals, int rows, int from, const uint8_t* head, int first_group,
-                                  int groups, int parts) {
-    sums_ = sums, totals_ = totals, rows_ = rows, from_ = from, head_ = head, first_group_ = first_group, groups_ = groups;
+  // Sums are [groups][TILE_BLOCK][PANEL] of rows from `from` on, totals [rows][PANEL]; the groups are those from number
+  // `first` on, whose heads are at `head` and behind. Each call of `some` is to scale one of so many parts of them.
+  PAGODA_INLINE_MEMBER void start(const Sum* sums, float* totals, int rows, int from, const uint8_t* head, int first, int groups,
+                                  int parts) {
+    sums_ = sums, totals_ = totals, rows_ = rows, from_ = from, head_ = head, first_ = first, groups_ = groups;
     part_ = ((rows + parts - 1) / parts + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
   }
   PAGODA_INLINE_MEMBER void some() {
@@ -100,20 +100,18 @@ class Scaling {
       for (int c = 0; c < 2; ++c) total[r][c] = load(totals_ + r * PANEL + 16 * c);
     const uint8_t* head = head_;
     const Sum* sums = sums_;
-    for (int g = 0; g < groups_; ++g, head += group_bytes<FORM>(group_), sums += TILE_BLOCK * PANEL) {
+    for (int g = first_; g < first_ + groups_; ++g, head += group_bytes<FORM>(group_), sums += TILE_BLOCK * PANEL) {
 #pragma GCC unroll 2
       for (int c = 0; c < 2; ++c) {
         const f16 scale = load_scales<FORM>(head, 16 * c);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
+          const auto sum = load(sums + r * PANEL + 16 * c);
           if constexpr (FORM::ROUNDED) {
-            const int32_t offset = *(rounded_.offsets(from_, first_group_ + g) + r);
-            ints sum = load(sums + r * PANEL + 16 * c);
-            if constexpr (FORM::ZEROS) sum = sum + load_u8(head + FORM::SCALE_BYTES + 16 * c) * set1(offset);
-            else if constexpr (!SIGNED<FORM>) sum = sum + set1(offset);
-            total[r][c] = fma(to_float(sum), scale * set1(*(rounded_.scales(from_, first_group_ + g) + r)), total[r][c]);
+            const ints whole = with_offset(sum, rounded_.offsets(from_, g)[r], head, 16 * c);
+            total[r][c] = fma(to_float(whole), scale * set1(rounded_.scales(from_, g)[r]), total[r][c]);
           } else {
-            total[r][c] = fma(load(sums + r * PANEL + 16 * c), scale, total[r][c]);
+            total[r][c] = fma(sum, scale, total[r][c]);
           }
         }
       }
@@ -123,82 +121,116 @@ class Scaling {
       for (int c = 0; c < 2; ++c) store(totals_ + r * PANEL + 16 * c, total[r][c]);
     sums_ += ROWS * PANEL, totals_ += ROWS * PANEL, from_ += ROWS;
   }
+  PAGODA_INLINE_MEMBER static ints with_offset(ints sum, int32_t offset, const uint8_t* head, int column) {
+    if constexpr (FORM::ZEROS) return sum + load_u8(head + FORM::SCALE_BYTES + column) * set1(offset);
+    else if constexpr (SIGNED<FORM>) return sum;
+    else return sum + set1(offset);
+  }
 
   const RoundedRows& rounded_;
   const int group_;
   const Sum* sums_ = nullptr;
   float* totals_ = nullptr;
-  int rows_ = 0, from_ = 0, part_ = 0, first_group_ = 0, groups_ = 0;
+  int rows_ = 0, from_ = 0, part_ = 0, first_ = 0, groups_ = 0;
   const uint8_t* head_ = nullptr;
 };
 
 // Rows [first, last), a block, through one panel whose groups are whole products. What the products of some rows come to is
 // scaled and added, and in the end goes through the epilogue, while the matrix unit is at those of the next rows.
 //
-// At a time rows meet some groups, or a part of one: so much of a panel as stays in the nearest cache.
+// In a pass all rows meet some groups, or a part of one: so much of a panel as stays in the nearest cache.
+template <typename FORM>
+class TilePanel {
+ public:
+  TilePanel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column)
+      : op_(op), in_(in), first_(first), last_(last), group_(op.form.group), panel_(panel), tiles_(last - first),
+        ahead_(panel, quant_panel_bytes(op.form, op.k), PRODUCT_BYTES, last - first, FETCH_AHEAD), scaling_(in.rounded, group_),
+        finishing_(op, column) {}
+  TilePanel(const TilePanel&) = delete;
+
+  void run() {
+    const int segment_groups = op_.k / group_ / op_.segments, at_once = products_ * GROUPS_AT_ONCE <= chunk_ ? GROUPS_AT_ONCE : 1;
+    for (int g = 0; segment_ < op_.segments; ++segment_) {
+      totals_.start(segment_, 0, last_ - first_);
+      for (const int begin = g, end = g + segment_groups; g < end;) {
+        const int groups = end - g < at_once ? end - g : at_once;
+        if (products_ > chunk_) unstored_.store(), scaling_.rest();  // before what it reads is written over
+        for (int done = 0; done < products_; done += chunk_) pass({g, groups, begin, done, g + groups == end});
+        g += groups, panel_ += groups * group_bytes<FORM>(group_);
+      }
+    }
+    finishing_.rest();
+  }
+
+ private:
+  typedef typename Scaling<FORM>::Sum Sum;
+  static constexpr size_t PRODUCT_BYTES = (size_t)PRODUCT_INPUTS<FORM> * PANEL * FORM::BITS / 8;
+  static constexpr TileProduct KIND =
+      !FORM::ROUNDED ? TileProduct::PAIRS : SIGNED<FORM> ? TileProduct::SIGNED : TileProduct::BYTES;
+
+  // Groups [group, group + groups) of a segment that begins at group `segment`, of each the products from `done` on.
+  struct Pass {
+    int group, groups, segment, done;
+    bool ends;  // the segment
+  };
+
+  PAGODA_INLINE_MEMBER void pass(const Pass& p) {
+    const int count = products_ - p.done < chunk_ ? products_ - p.done : chunk_;
+    const bool whole = p.done + count == products_, all = whole && p.ends && segment_ + 1 == op_.segments;
+    const uint8_t* words[GROUPS_AT_ONCE];
+    for (int i = 0; i < p.groups; ++i)
+      words[i] = unpacked_words<FORM>(panel_ + i * group_bytes<FORM>(group_), p.done, count,
+                                      unpacked_ + (FORM::BITS == 4 ? (size_t)i * count * TILE_WORDS * PANEL : 0));
+    int before = 0;
+    in_tile_blocks(first_, last_, [&](int rows, int from) {
+      if (all) finishing_.expect(rows, from, p.groups * count);
+      Sum* const sums = sums_ + (products_ > chunk_ ? from - first_ : turn_++ % 2 * GROUPS_AT_ONCE * TILE_BLOCK) * PANEL;
+      for (int i = 0; i < p.groups; ++i) multiply(rows, from, p, i, words[i], count, sums + i * TILE_BLOCK * PANEL);
+      if (!whole) return;
+      scaled(before, from - before, p.ends, p.groups * count);
+      scaling_.start(sums, totals_.of(segment_, from - first_), rows, from, panel_, p.group, p.groups, p.groups * count);
+      before = rows;
+    });
+    if (whole && p.ends) unstored_.store(), scaled(before, last_ - before, true, 1);
+  }
+
+  PAGODA_INLINE_MEMBER void multiply(int rows, int from, const Pass& p, int i, const uint8_t* words, int count, Sum* sums) {
+    if (p.done == 0) ahead_.skip(FORM::HEAD_BYTES);
+    TileRows a;
+    if constexpr (FORM::ROUNDED) a = in_.rounded.tile(from, (p.group + i) * products_ + p.done);
+    else a = in_.left.tile(from, segment_, (p.group + i - p.segment) * products_ + p.done);
+    tile_sums<KIND>(rows, p.done == 0, a, words, count, ahead_, sums, unstored_,
+                    [&]() PAGODA_INLINE_MEMBER { scaling_.some(), finishing_.some(); });
+  }
+
+  // Rows before those at hand, if any, are scaled by now; where nothing is left to add, they are finished, in so many parts.
+  PAGODA_INLINE_MEMBER void scaled(int rows, int from, bool ends, int parts) {
+    scaling_.rest();
+    if (!ends || rows == 0) return;
+    totals_.end(segment_, from - first_, rows);
+    if (segment_ + 1 == op_.segments) finishing_.start(totals_.total(from - first_), rows, from, parts);
+  }
+
+  const LinearOp& op_;
+  const Inputs& in_;
+  const int first_, last_, group_;
+  const int products_ = group_ / PRODUCT_INPUTS<FORM>, chunk_ = products_ <= WHOLE_CHUNK ? WHOLE_CHUNK : TILE_CHUNK;
+  const uint8_t* panel_;
+  int segment_ = 0, turn_ = 0;
+  const Tiles tiles_;
+  TileAhead ahead_;
+  Scaling<FORM> scaling_;
+  Finishing finishing_;
+  Unstored unstored_;
+  SegmentSums<BLOCK> totals_;
+  alignas(64) Sum sums_[BLOCK * PANEL];  // of all rows where groups come in parts, else of two of their blocks in turn
+  static_assert(2 * GROUPS_AT_ONCE * TILE_BLOCK <= BLOCK);
+  alignas(64) uint32_t unpacked_[FORM::BITS == 4 ? WHOLE_CHUNK * TILE_WORDS * PANEL : 1];
+};
+
 template <typename FORM>
 static void tile_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
-  constexpr size_t PRODUCT_BYTES = (size_t)PRODUCT_INPUTS<FORM> * PANEL * FORM::BITS / 8;
-  constexpr TileProduct KIND = !FORM::ROUNDED ? TileProduct::PAIRS : SIGNED<FORM> ? TileProduct::SIGNED : TileProduct::BYTES;
-  typedef typename Scaling<FORM>::Sum Sum;
-  const int group = op.form.group, segment_groups = op.k / group / op.segments, products = group / PRODUCT_INPUTS<FORM>;
-  const int chunk = products <= WHOLE_CHUNK ? WHOLE_CHUNK : TILE_CHUNK;
-  const int groups_at_once = products * GROUPS_AT_ONCE <= chunk ? GROUPS_AT_ONCE : 1;
-  const bool whole_groups = products <= chunk;
-  alignas(64) Sum sums[BLOCK * PANEL];  // of all rows where groups come in parts, else of two of their blocks in turn
-  static_assert(2 * GROUPS_AT_ONCE * TILE_BLOCK <= BLOCK);
-  alignas(64) uint32_t unpacked[FORM::BITS == 4 ? WHOLE_CHUNK * TILE_WORDS * PANEL : 1];
-  SegmentSums<BLOCK> totals;
-  TileAhead ahead(panel, quant_panel_bytes(op.form, op.k), PRODUCT_BYTES, last - first, FETCH_AHEAD);
-  const Tiles tiles(last - first);
-  Unstored unstored;
-  Finishing finishing(op, column);
-  Scaling<FORM> scaling(in.rounded, group);
-  const auto beside = [&]() PAGODA_INLINE_MEMBER { scaling.some(), finishing.some(); };
-  int turn = 0;
-  for (int segment = 0, g = 0; segment < op.segments; ++segment) {
-    totals.start(segment, 0, last - first);
-    for (const int end = g + segment_groups; g < end;) {
-      const int groups = end - g < groups_at_once ? end - g : groups_at_once;
-      const bool ends = g + groups == end, all = ends && segment + 1 == op.segments;
-      for (int done = 0, count; done < products; done += count) {
-        count = products - done < chunk ? products - done : chunk;
-        const uint8_t* words[GROUPS_AT_ONCE];
-        for (int i = 0; i < groups; ++i)
-          words[i] = unpacked_words<FORM>(panel + i * group_bytes<FORM>(group), done, count,
-                                          unpacked + (FORM::BITS == 4 ? (size_t)i * count * TILE_WORDS * PANEL : 0));
-        const bool whole = done + count == products;
-        if (!whole_groups && done == 0) unstored.store(), scaling.rest();  // before what it reads is written over
-        // Rows before these are scaled by now; where nothing is left to add, they are finished.
-        const auto scaled = [&](int rows, int from, int parts) {
-          scaling.rest();
-          if (!ends || rows == 0) return;
-          totals.end(segment, from - first, rows);
-          if (all) finishing.start(totals.total(from - first), rows, from, parts);
-        };
-        int before = 0;
-        in_tile_blocks(first, last, [&](int rows, int from) {
-          if (all && whole) finishing.expect(rows, from, groups * count);
-          Sum* const place = sums + (whole_groups ? turn++ % 2 * GROUPS_AT_ONCE * TILE_BLOCK : from - first) * PANEL;
-          for (int i = 0; i < groups; ++i) {
-            Sum* sum = place + i * TILE_BLOCK * PANEL;
-            ahead.skip(done == 0 ? FORM::HEAD_BYTES : 0);
-            TileRows a;
-            if constexpr (FORM::ROUNDED) a = in.rounded.tile(from, (g + i) * products + done);
-            else a = in.left.tile(from, segment, (g + i - segment * segment_groups) * products + done);
-            tile_sums<KIND>(rows, done == 0, a, words[i], count, ahead, sum, unstored, beside);
-          }
-          if (!whole) return;
-          scaled(before, from - before, groups * count);
-          scaling.start(place, totals.of(segment, from - first), rows, from, panel, g, groups, groups * count);
-          before = rows;
-        });
-        if (whole && ends) unstored.store(), scaled(before, last - before, 1);
-      }
-      g += groups, panel += groups * group_bytes<FORM>(group);
-    }
-  }
-  finishing.rest();
+  TilePanel<FORM>(op, in, first, last, panel, column).run();
 }
 
 }  // namespace PAGODA_NS
