@@ -17,7 +17,7 @@ import urllib.request
 from pathlib import Path
 
 from pagoda.settings.numbers import number
-from pagoda_proto.keys import TLS_SERVER_NAME, load_tls
+from pagoda_proto.keys import TLS_SERVER_NAME, KeyFileError, load_tls
 
 LIVE = "live"
 
@@ -70,7 +70,10 @@ def _ping_grpc(target: str, keys_dir: str, timeout_s: float) -> str | None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     if target.startswith("grpcs://"):
-        keys = load_tls(keys_dir)
+        try:
+            keys = load_tls(keys_dir)
+        except KeyFileError as error:
+            return f"keys_dir: {error}"
         credentials = grpc.ssl_channel_credentials(keys.ca, keys.private_key, keys.certificate)
         options = [("grpc.ssl_target_name_override", TLS_SERVER_NAME)]
         channel = grpc.secure_channel(target.removeprefix("grpcs://"), credentials, options)

@@ -68,6 +68,8 @@ def test_a_key_of_another_certificate_is_told(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "gateway" / "tls.key").replace(tmp_path / "ours" / "gateway" / "tls.key")
     with pytest.raises(KeyFileError, match=r"tls\.crt and .*tls\.key are no pair"):
         load_tls(str(tmp_path / "ours" / "gateway"))
+    assert "are no pair" in (ping("grpcs://127.0.0.1:1", keys_dir=str(tmp_path / "ours" / "gateway")) or "")
+    assert "cannot read" in (ping("grpcs://127.0.0.1:1") or "")
 
 
 async def test_ping_grpc_under_mutual_tls_lets_only_key_holders_in(tmp_path: Path) -> None:
