@@ -43,22 +43,25 @@ class Tiles {
   };
 };
 
-// What the tiles read later, `step` bytes for each product: of a single block of rows the same panel, a little ahead; of
-// several the next panel, into a cache that has room for both.
+// What the tiles read later, `step` bytes for each product: of a single block of rows the same panel, from memory into the
+// second cache and, when it is near, into the nearest; of several the next panel, into a cache that has room for both.
 struct TileAhead {
+  static constexpr int FAR = 16384, NEAR = 4096;  // bytes between what is multiplied and what is fetched
   const char* at;
   size_t step;
   bool single;
 
-  PAGODA_INLINE_MEMBER TileAhead(const void* panel, size_t bytes, size_t product_bytes, int rows, int distance) {
+  PAGODA_INLINE_MEMBER TileAhead(const void* panel, size_t bytes, size_t product_bytes, int rows) {
     const size_t blocks = (size_t)(rows + TILE_BLOCK - 1) / TILE_BLOCK;
     single = blocks == 1;
     step = product_bytes / blocks / 64 * 64;
-    at = (const char*)panel + (single ? (size_t)distance : bytes);
+    at = (const char*)panel + (single ? FAR : bytes);
   }
   PAGODA_INLINE_MEMBER void fetch() {
-    if (single) for (const char* to = at + step; at < to; at += 64) prefetch(at);
-    else for (const char* to = at + step; at < to; at += 64) prefetch_later(at);
+    for (const char* to = at + step; at < to; at += 64) {
+      prefetch_later(at);
+      if (single) prefetch(at - FAR + NEAR);
+    }
   }
   // Past what of the same panel is no product.
   PAGODA_INLINE_MEMBER void skip(size_t bytes) {

@@ -285,7 +285,7 @@ static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int l
   const int num_pairs = op.k / 2, segment_pairs = num_pairs / op.segments, products = segment_pairs / TILE_WORDS;
   const int chunk = products <= WHOLE_CHUNK ? WHOLE_CHUNK : TILE_CHUNK;
   const int rest = segment_pairs % TILE_WORDS;  // less than a product
-  TileAhead ahead(panel, (size_t)num_pairs * PANEL_ROW, TILE_WORDS * PANEL_ROW, last - first, FETCH_AHEAD);
+  TileAhead ahead(panel, (size_t)num_pairs * PANEL_ROW, TILE_WORDS * PANEL_ROW, last - first);
   const Tiles tiles(last - first);
   Unstored unstored;
   Finishing finishing(op, column);

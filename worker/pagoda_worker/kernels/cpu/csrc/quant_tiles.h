@@ -144,7 +144,7 @@ class TilePanel {
  public:
   TilePanel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column)
       : op_(op), in_(in), first_(first), last_(last), group_(op.form.group), panel_(panel), tiles_(last - first),
-        ahead_(panel, quant_panel_bytes(op.form, op.k), PRODUCT_BYTES, last - first, FETCH_AHEAD), scaling_(in.rounded, group_),
+        ahead_(panel, quant_panel_bytes(op.form, op.k), PRODUCT_BYTES, last - first), scaling_(in.rounded, group_),
         finishing_(op, column) {}
   TilePanel(const TilePanel&) = delete;
 
