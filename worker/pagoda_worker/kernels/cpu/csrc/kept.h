@@ -99,12 +99,15 @@ class LeftRows : public Kept {
   void order_tiles(int rows, int segments) {
     order_ = {(size_t)products_ * segments * TileOrder::PRODUCT};
     tiles_ = reserve(order_.total(rows));
-    for (int r = 0; r < rows; ++r)
+    uint8_t* to = tiles_;
+    for (int from = 0; from < rows; from += TILE_ROWS) {
+      const int height = rows - from < TILE_ROWS ? rows - from : TILE_ROWS;
       for (int segment = 0; segment < segments; ++segment)
-        for (int i = 0; i < products_; ++i) {
-          const char* from = rows_ + r * stride_ + segment * segment_bytes_ + i * TileOrder::PRODUCT;
-          memcpy(tiles_ + order_.at(r, (size_t)(segment * products_ + i) * TileOrder::PRODUCT), from, TileOrder::PRODUCT);
+        for (int i = 0; i < products_; ++i, to += TILE_ROWS * TileOrder::PRODUCT) {
+          const char* x = rows_ + from * stride_ + segment * segment_bytes_ + i * TileOrder::PRODUCT;
+          for (int r = 0; r < height; ++r) memcpy(to + r * TileOrder::PRODUCT, x + r * stride_, TileOrder::PRODUCT);
         }
+    }
   }
 
   uint8_t* tiles_ = nullptr;  // where they are in the order of tiles, if they are
