@@ -32,8 +32,6 @@ from pagoda_proto.records import (
 )
 from pagoda_proto.steps import TopLogprobs
 
-TEXT_ONLY = ("stop", "include_stop_str_in_output", "skip_special_tokens")  # never leave the text side
-
 _REASON_TO_PB = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: pb.FINISH_REASON_STOP,

@@ -16,10 +16,13 @@ from tests.gateway.model_dir import MAX_MODEL_LEN, write_model_dir
 
 from pagoda_gateway.api import errors
 from pagoda_gateway.api.error_body import set_shape
+from pagoda_gateway.api.schemas import ChatRequest
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.batches.batches import Batches
+from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects.chat import chat_job
 from pagoda_gateway.engine.recent import RecentRequests
 from pagoda_gateway.engine.refusals import Refusals
 from pagoda_gateway.engine.report import EngineReport
@@ -268,3 +271,9 @@ class Gateway:
 
 def make_gateway(root: Path, script: Script | None = None, kept_in: Store | None = None, **config: object) -> Gateway:
     return Gateway(write_model_dir(root / "model"), script or play([]), kept_in, **config)
+
+
+async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = NOBODY) -> RequestRecord:
+    """Of which the body's job consists."""
+    (record,) = (await chat_job(ctx, body, caller)).records
+    return record

@@ -91,12 +91,6 @@ class RankedText(Answered):
     text: str | None = None
 
 
-class RankedTexts(RootModel[list[RankedText]]):
-    """Of /rerank with `texts`."""
-
-    model_config = ConfigDict(strict=True)
-
-
 class Vectors(RootModel[list[list[float]]]):
     """Of /embed."""
 

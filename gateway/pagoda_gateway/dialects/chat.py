@@ -12,7 +12,7 @@ from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.error_body import OPENAI_ERRORS
 from pagoda_gateway.api.schemas import ChatRequest, TokenizeRequest
 from pagoda_gateway.api.tools import NONE, chosen_mode
-from pagoda_gateway.clients import NOBODY, Caller, origin_of
+from pagoda_gateway.clients import Caller, origin_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.chat_tools import place_in, wanted_of
@@ -34,11 +34,6 @@ from pagoda_gateway.text.conversation import Chat, turns_of
 from pagoda_gateway.text.events import CallArguments, CallBegun, Text, Thought
 from pagoda_proto.records import RequestRecord
 from pagoda_proto.steps import TopLogprobs
-
-
-async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = NOBODY) -> RequestRecord:
-    """The record of a chat request. Raises as `chat_job` does."""
-    return (await _planned(ctx, body, caller))[0]
 
 
 async def _planned(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> tuple[RequestRecord, Plan]:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gateway.fakes_engine import Gateway, make_gateway
+from tests.gateway.fakes_engine import Gateway, chat_record, make_gateway
 
 from pagoda_gateway.api.schemas import ChatRequest, CompletionRequest
-from pagoda_gateway.dialects.chat import chat_record
 from pagoda_gateway.dialects.completions import completion_records
 from pagoda_gateway.generation import prompts
 from pagoda_gateway.http.text_pool import INLINE_SIZE

@@ -10,12 +10,11 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.gateway.fakes_engine import Gateway, make_gateway
+from tests.gateway.fakes_engine import Gateway, chat_record, make_gateway
 from tests.gateway.model_dir import write_model_dir
 
 from pagoda_gateway.api.schemas import ChatRequest, CompletionRequest
 from pagoda_gateway.clients import NOBODY
-from pagoda_gateway.dialects.chat import chat_record
 from pagoda_gateway.dialects.completions import completion_records
 from pagoda_gateway.http import text_pool
 from pagoda_gateway.routes.body import parse_body

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from tests.gateway.fakes_engine import Gateway, reads
 from tests.gateway.model_dir import word_tokenizer, write_reader_dir
 from tokenizers import AddedToken
 
-from pagoda_gateway.api.pooling_answers import RankedTexts, RerankAnswer, ScoreAnswer
+from pagoda_gateway.api.pooling_answers import RankedText, RerankAnswer, ScoreAnswer
 from pagoda_gateway.clients import NOBODY
 from pagoda_gateway.pooling.inputs import Asked
 from pagoda_gateway.pooling.scoring import Scoring
@@ -114,7 +115,7 @@ async def test_documents_are_ranked_as_jina_and_cohere_show_it(
 async def test_texts_are_ranked_as_text_embeddings_inference_shows_it(tmp_path: Path) -> None:
     gateway = judge(tmp_path, 0.25, 0.75)
     answer = await post(gateway, "/rerank", query="a", texts=["a", "b"], raw_scores=True, return_text=True)
-    RankedTexts.model_validate_json(json.dumps(answer))
+    TypeAdapter(list[RankedText]).validate_json(json.dumps(answer), strict=True)
     assert answer == [{"index": 1, "score": 0.75, "text": "b"}, {"index": 0, "score": 0.25, "text": "a"}]
     task = gateway.engine.generations[0].record.task
     assert isinstance(task, Pool)

@@ -31,12 +31,3 @@ def uniform(seed, choice, position):
         choice.to(tl.uint64, bitcast=True), position.to(tl.uint64, bitcast=True), zero, zero, key & _LOW, key >> 32
     )
     return (((high << 32) | low) >> 11).to(tl.float64) * 1.1102230246251565e-16
-
-
-@triton.jit
-def uniform_kernel(out, seeds, choices, positions, size, BLOCK: tl.constexpr):
-    """out [size] float64."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = at < size
-    seed, choice = tl.load(seeds + at, mask=here, other=0), tl.load(choices + at, mask=here, other=0)
-    tl.store(out + at, uniform(seed, choice, tl.load(positions + at, mask=here, other=0)), mask=here)
