@@ -70,7 +70,7 @@ class Router:
         depth = self._config.max_steps_in_flight
         worker = self.workers[epoch] = Worker(epoch, hello, scheduler, depth, self._plans_late)
         held = (request for one in self.workers.values() for request in one.requests.values())
-        for request in itertools.chain(held, (queued.request for queued in self._queue)):
+        for request in itertools.chain(held, (queued.request for queued in self._queue.entries())):
             relieve(request, hello.incarnation)
         return worker
 
@@ -82,15 +82,19 @@ class Router:
         self._totals.update(asdict(worker.scheduler.totals))
         had_rows = {request.request_id for request in worker.requests.values() if request.num_rows}
         blamed = _blamed(worker, left, had_rows)
-        deltas = []
-        for request in worker.scheduler.take_back(now):
+        silent = worker.hello.incarnation if left.cause is LeaveCause.SILENT else ""
+
+        def taken_back(request: Request) -> list[Delta]:
             name = request.request_id
             self._totals["replays"] += request.started
             request.lost_lives += name in had_rows
             if name in blamed:
-                silent = worker.hello.incarnation if left.cause is LeaveCause.SILENT else ""
                 blame(request, silent, alone=name == worker.suspect)
-            deltas += self._give_up_or_queue(request, name == worker.suspect, now)
+            return self._give_up_or_queue(request, name == worker.suspect, now)
+
+        deltas = []
+        for request in worker.scheduler.take_back(now):
+            deltas += self._guarded(request, partial(taken_back, request), now)
         return deltas
 
     def _give_up_or_queue(self, request: Request, unproven: bool, now: float) -> list[Delta]:
@@ -110,7 +114,7 @@ class Router:
     @property
     def needed_numerics(self) -> str:
         """Without a worker: what the first one to come must be like, for a request that has begun waits for it."""
-        begun_by = (queued.request.begun for queued in self._queue)
+        begun_by = (queued.request.begun for queued in self._queue.entries())
         return next((begun.numerics_id for begun in begun_by if begun is not None), "")
 
     def drain(self, worker_id: str, now: float) -> None:
@@ -185,7 +189,7 @@ class Router:
 
     def expire(self, now: float) -> list[Delta]:
         """End what could not begin in time, and what has begun and found nobody in time who could go on with it."""
-        return [delta for queued in self._queue for delta in self._expire(queued, now)]
+        return [delta for queued in self._queue.entries() for delta in self._expire(queued, now)]
 
     def _expire(self, queued: QueuedRequest, now: float) -> list[Delta]:
         request = queued.request
@@ -254,7 +258,7 @@ class Router:
         for leaving in [worker for worker in self.workers.values() if worker.leaving]:
             for request in list(leaving.requests.values()):
                 deltas += self._guarded(request, partial(self._move, request, leaving, rooms, now), now)
-        for queued in self._queue:
+        for queued in self._queue if rooms else ():
             if not rooms:
                 break
             deltas += self._guarded(queued.request, partial(self._try, queued.request, rooms, now), now)

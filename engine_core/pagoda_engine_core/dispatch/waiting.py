@@ -8,6 +8,7 @@ there is one line.
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import sys
 from collections.abc import Iterator
@@ -76,16 +77,16 @@ class WaitingQueue:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """In order; entries may be removed meanwhile, and tenants be served."""
+        """In order; entries may be removed meanwhile, and the tenant be served whose turn it was."""
         lines = {tenant: iter(tuple(line)) for tenant, line in self._lines.items()}
-        heads = {tenant: next(line) for tenant, line in lines.items()}
+        heads = [(self._turn(tenant, head := next(line)), tenant, head) for tenant, line in lines.items()]
+        heapq.heapify(heads)  # no two turns are equal
         while heads:
-            tenant = min(heads, key=lambda tenant: self._turn(tenant, heads[tenant]))
-            queued, follower = heads.pop(tenant), next(lines[tenant], None)
-            if follower is not None:
-                heads[tenant] = follower
+            _, tenant, queued = heapq.heappop(heads)
             if queued.request.request_id in self._by_id:
                 yield queued
+            if (follower := next(lines[tenant], None)) is not None:
+                heapq.heappush(heads, (self._turn(tenant, follower), tenant, follower))
 
     def _turn(self, tenant: str, head: QueuedRequest) -> tuple[Rank, float, float, int, _Place]:
         """Of those who were served alike, who asks for less is first: one who comes is level with a flood."""
@@ -130,8 +131,12 @@ class WaitingQueue:
         for queued in self._by_id.values():
             queued.since = min(queued.since + seconds, now)
 
+    def entries(self) -> list[QueuedRequest]:
+        """As they came, which costs less than their order; they may be removed while these are looked at."""
+        return list(self._by_id.values())
+
     def take_all(self) -> list[Request]:
-        requests = [queued.request for queued in self]
+        requests = [queued.request for queued in self.entries()]
         self._lines.clear()
         self._by_id.clear()
         self.num_tokens = 0

@@ -76,17 +76,27 @@ class GrammarChecker:
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None and not self._closed:
             grammar, told = item
-            verdict = self._judge(grammar)
+            try:
+                verdict = self._judge(grammar)
+            except Exception:  # those that wait behind it are judged by another process
+                log.exception("a grammar cannot be judged")
+                self._end_process()
+                verdict = Verdict(
+                    PagodaError(ErrorCode.INTERNAL, "this grammar cannot be judged", "grammar"), final=False
+                )
             if not self._closed:
                 told(grammar, verdict)
+        self._end_process()
+
+    def _end_process(self) -> None:
         if self._process is not None:
             self._process.end()
+        self._process = None
 
     def _judge(self, grammar: str) -> Verdict:
         try:
             if self._process is not None and not self._process.alive:
-                self._process.end()
-                self._process = None
+                self._end_process()
             self._process = self._process or _Process(self._command)
         except OSError as error:
             log.error("the process that checks grammars does not start: %s", error)

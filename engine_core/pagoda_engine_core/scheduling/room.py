@@ -1,7 +1,8 @@
 """A worker has room for a request that can begin in its next step; whoever cannot waits where all workers see it.
 
 What counts against the room are the worker's own: what running rows take in the next step, and all that its waiting
-choices (preempted ones, siblings) will take.
+choices (preempted ones, siblings) will take. And what all of them are read as, since they may end in one step: its
+answers come in one message, and a larger one than its receiver takes would cost the worker.
 """
 
 from __future__ import annotations
@@ -15,22 +16,33 @@ from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.plan import Budget
 from pagoda_engine_core.scheduling.policy import Adapters
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice
+from pagoda_proto.pooling.params import answer_bytes
+from pagoda_proto.records import Pool
+
+MESSAGE_BYTES = 48 << 20
+"""What rows may put into one plan or one result; channel.MAX_FRAME_BYTES, less room for all that is small."""
+TOKEN_BYTES = 5
+"""Of a token id in a plan, at most."""
 
 
 class Need(NamedTuple):
     """What a request takes when it begins: rows at once or later, tokens of the first step, blocks of all it knows, a
-    place for its adapter, if it has one and no other row has the same."""
+    place for its adapter, if it has one and no other row has the same, and of a message."""
 
     rows: int
     tokens: int
     blocks: Counts
     adapter: str = ""
+    message_bytes: int = 0
 
 
 class Room:
-    """Rows, tokens, blocks and places for adapters that the next step of one worker has left."""
+    """Rows, tokens, blocks, places for adapters and bytes of its messages that the next step of one worker has left.
+    `pooled_width`: see `Hello`."""
 
-    def __init__(self, rows: int, budget: Budget, kv: KvCache, adapters: Adapters) -> None:
+    def __init__(self, rows: int, budget: Budget, kv: KvCache, adapters: Adapters, pooled_width: int) -> None:
+        self._bytes = MESSAGE_BYTES
+        self._pooled_width = pooled_width
         self._adapters = adapters
         self._rows = rows
         self._budget = budget
@@ -40,6 +52,7 @@ class Room:
     def without(self, running: Iterable[Choice], waiting: Iterable[Choice]) -> Room:
         """This room, less what those take."""
         for choice in chain(running, waiting):
+            self._bytes -= self._answer_bytes(choice)
             distance = choice.distance
             self._rows -= 1
             if distance > 1 or choice.row_id == NO_ROW:  # a decode has its promise
@@ -60,7 +73,13 @@ class Room:
         choice = next((choice for choice in choices if choice.distance), choices[0])
         prefix = self._kv.cached_prefix(choice)
         blocks = self._kv.admission_cost(prefix, choice.num_tokens, lifetime_blocks)
-        return Need(len(choices), choice.num_tokens - prefix.num_tokens, blocks, choice.request.adapter_digest)
+        message_bytes = min(self._answer_bytes(choice) + choice.num_tokens * TOKEN_BYTES, MESSAGE_BYTES)
+        num_tokens = choice.num_tokens - prefix.num_tokens
+        return Need(len(choices), num_tokens, blocks, choice.request.adapter_digest, message_bytes)
+
+    def _answer_bytes(self, choice: Choice) -> int:
+        task = choice.request.record.task
+        return answer_bytes(task.pooling, choice.num_tokens, self._pooled_width) if isinstance(task, Pool) else 0
 
     def lacks(self, need: Need) -> Cause | None:
         """What keeps a request from beginning in the next step."""
@@ -68,7 +87,7 @@ class Room:
             return Cause.QUEUED_ROWS
         if not self._adapters.fits(need.adapter):
             return Cause.QUEUED_ADAPTERS
-        if not self._budget.fits(need.tokens):
+        if not self._budget.fits(need.tokens) or need.message_bytes > self._bytes:
             return Cause.QUEUED_BUDGET
         return Cause.QUEUED_BLOCKS if exceeds(need.blocks, self._blocks) else None
 
@@ -76,4 +95,5 @@ class Room:
         self._rows -= need.rows
         self._adapters.take(need.adapter)
         self._budget.grant(need.tokens)
+        self._bytes -= need.message_bytes
         self._blocks = less(self._blocks, need.blocks)

@@ -39,6 +39,7 @@ class Scheduler:
         self._policy = policy
         self._rows = Rows(row_ids, min(config.max_rows, hello.max_rows), hello.max_adapters)
         self._kv = KvCache.of(hello, config)
+        self._pooled_width = hello.pooled_width
         self._speed = Speed(min(config.max_tokens_per_step, hello.max_tokens_per_step), config.prompt_step_s)
         self._preemption = Preemption(config.preemption, self._speed)
         self._requests: dict[str, Request] = {}
@@ -95,7 +96,8 @@ class Scheduler:
         rows = self._rows
         awake = restless(rows.running)
         num_free = rows.num_free + len(awake)  # the others take a row and what is promised
-        return Room(num_free, self._budget(awake, 1), self._kv, rows.adapters).without(awake, rows.waiting)
+        room = Room(num_free, self._budget(awake, 1), self._kv, rows.adapters, self._pooled_width)
+        return room.without(awake, rows.waiting)
 
     def need(self, request: Request, room: Room) -> Need:
         """What a request would take of the next step."""

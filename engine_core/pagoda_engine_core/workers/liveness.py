@@ -6,6 +6,7 @@ by the time it slept, so all of them are set forward by that time before anybody
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,6 +35,7 @@ class _Life:
     dismissed: bool = False  # nothing is left to do there
     suspect: bool = False
     owes_since: float | None = None  # since when its oldest unanswered plan (or drain) is the oldest
+    answered_at: float = -math.inf  # when a plan was last
     deadlines_s: deque[float] = field(default_factory=deque)  # how long each of those plans may take
     busy_s: float = 0.0  # how long its running step had run, as it said last
 
@@ -42,6 +44,11 @@ class _Life:
         if self.draining:
             return WorkerState.DRAINING
         return WorkerState.SUSPECT if self.suspect else WorkerState.READY
+
+    def stuck_s(self, now: float) -> float:
+        """How long its step has not ended. What a beat says may be of the one whose result was faster."""
+        owes_s = 0.0 if self.owes_since is None else now - self.owes_since
+        return max(owes_s, min(self.busy_s, now - self.answered_at))
 
 
 class Liveness:
@@ -76,7 +83,7 @@ class Liveness:
     def answered(self, epoch: int, now: float) -> None:
         """The oldest plan was answered."""
         life = self._lives[epoch]
-        life.heard_at = now
+        life.heard_at = life.answered_at = now
         life.busy_s = 0.0
         life.deadlines_s.popleft()
         life.owes_since = now if life.deadlines_s or life.dismissed else None
@@ -116,7 +123,7 @@ class Liveness:
 
     def _judge(self, epoch: int, life: _Life, now: float) -> Change | None:
         silent_s = now - life.heard_at
-        stuck_s = max(life.busy_s, now - life.owes_since if life.owes_since is not None else 0.0)
+        stuck_s = life.stuck_s(now)
         deadline_s = life.deadlines_s[0] if life.deadlines_s else self._config.step_deadline_s
         if silent_s > self._config.worker_dead_s:
             return Change(epoch, WorkerState.DEAD, f"nothing heard for {silent_s:.1f} s", LeaveCause.SILENT)

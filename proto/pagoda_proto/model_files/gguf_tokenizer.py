@@ -17,7 +17,7 @@ TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
 WHOLE = "tokenizer.huggingface.json"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 MAX_TOKENS = 2**22
-MAX_SPLITS = 2**24  # of pieces of SentencePiece into two
+MAX_SPLIT_CHARS = 2**30  # copied to split pieces of SentencePiece into two: of each, as often as it has characters
 SPACE = "\u2581"
 STRIPS_NONE = {"<unk>", "<s>", "<|endoftext|>"}
 # What ends an answer in the models that are read here, though a file names only one of its ends.
@@ -160,8 +160,8 @@ def _merges(gguf: Gguf, scores: list[float]) -> list[list[str]]:
     Only plain pieces are joined, and none makes a token that is more than text.
     """
     tokens, types = _vocabulary(gguf)
-    if sum(map(len, tokens)) > MAX_SPLITS:
-        raise gguf.bad(f"its tokens have more than {MAX_SPLITS} characters")
+    if sum(len(token) ** 2 for token in tokens) > MAX_SPLIT_CHARS:
+        raise gguf.bad(f"its tokens are too long: their lengths' squares add up to more than {MAX_SPLIT_CHARS}")
     plain = {token: score for token, kind, score in zip(tokens, types, scores, strict=True) if kind == NORMAL}
     merges = []
     for token in sorted(plain, key=lambda token: -plain[token]):

@@ -64,6 +64,13 @@ def _own_problems(params: PoolingParams) -> Iterator[Problem]:
         yield Problem("activate", f"is for scores, and the output is {params.output}")
 
 
+def answer_bytes(params: PoolingParams, num_tokens: int, width: int) -> int:
+    """What a prompt of so many tokens is read as takes at most. `width`: numbers of a vector; 0: nobody says."""
+    vectors = num_tokens if params.output == TOKEN_EMBED else 1
+    numbers = vectors * (params.dimensions or width)
+    return min(numbers * FLOAT_BYTES or MAX_POOLED_BYTES, MAX_POOLED_BYTES)
+
+
 class Readings(msgspec.Struct, frozen=True):
     """What a model makes of a prompt: which outputs, and how many numbers a vector has. None of them: it generates."""
 

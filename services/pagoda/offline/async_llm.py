@@ -72,7 +72,7 @@ class AsyncLLM:
         finally:
             sink.remove(name)
             if not request.output.finished:
-                self._local.engine.abort(name)
+                self._local.engine.abort(name, sink=sink)
 
     def abort(self, request_id: str) -> None:
         """End a request; its generator yields a last output whose choices have finish_reason "abort"."""
@@ -156,7 +156,7 @@ class _LoopSink:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:  # the loop is closed: nobody waits any more
             while self._open:
-                self._engine.abort(self._open.popitem()[0])
+                self._engine.abort(self._open.popitem()[0], sink=self)
 
     # Run by the event loop.
 

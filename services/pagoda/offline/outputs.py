@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta, FinishReason, LedgerEntry, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,16 @@ class OfflineRequest:
         return self.output.finished or self.error is not None
 
     def take(self, delta: Delta) -> int | None:
-        """Add a delta; returns the choice to abort when a stop string has just ended it on the text side."""
+        """Add a delta; returns the choice to abort when a stop string has just ended it on the text side. One that
+        cannot be added fails the request."""
+        try:
+            return self._add(delta)
+        except Exception as error:
+            log.exception("the answer of request %r cannot be read", delta.request_id)
+            self.error = PagodaError(ErrorCode.INTERNAL, f"the answer cannot be read: {error}")
+            return None
+
+    def _add(self, delta: Delta) -> int | None:
         choice, output, tokens = self._choices[delta.choice], self.output.outputs[delta.choice], delta.tokens
         if delta.finish_reason is FinishReason.ERROR and not choice.finished:
             self.error = PagodaError(delta.error_code or ErrorCode.INTERNAL, delta.error_message)

@@ -373,6 +373,33 @@ def test_what_kills_workers_is_found_out_and_costs_nobody_else() -> None:
         assert bench.tokens(record) == reference_tokens(record)[0]
 
 
+def test_each_ending_of_a_lost_worker_is_told_though_another_request_breaks_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    epoch = bench.join()
+    convicted, broken, plain = (bench.add(make_record([i], max_tokens=9)) for i in range(3))
+    bench.dispatch()
+    assert bench.step(epoch)
+    convicted.lost_lives = MAX_LOST_LIVES
+    add = bench.router.add
+
+    def breaks(request: Request, now: float) -> None:
+        if request is broken:
+            raise RuntimeError("this one is odd")
+        add(request, now)
+
+    monkeypatch.setattr(bench.router, "add", breaks)
+    bench.lose(epoch)
+    assert {name: one.error_code for name, one in bench.endings().items()} == {
+        convicted.request_id: ErrorCode.INTERNAL,
+        broken.request_id: ErrorCode.INTERNAL,
+    }
+    bench.join()
+    bench.run()
+    assert bench.tokens(plain.record) == reference_tokens(plain.record)[0]
+
+
 def make_suspect(bench: Bench, record: RequestRecord) -> Request:
     request = Request(record, max_output_tokens=record.task.params.max_tokens or 1, now=NOW)
     request.deaths = 2

@@ -192,3 +192,17 @@ def test_it_ends_with_its_checker() -> None:
     with checking(*HOSTILE) as asking:
         process = psutil.Process(int(told(asking("pid")).rpartition(" ")[2]))
     assert psutil.wait_procs([process], timeout=WAIT_S)[1] == []
+
+
+def test_what_raises_about_a_grammar_is_its_verdict_and_the_next_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = checker._Process.ask
+
+    def ask(process: checker._Process, text: bytes) -> bytes:
+        return b"\xff" if text == b"odd" else answer(process, text)  # no text
+
+    monkeypatch.setattr(checker._Process, "ask", ask)
+    with checking() as asking:
+        odd = asking("odd")
+        assert odd.error is not None
+        assert (odd.error.code, odd.error.param, odd.final) == (ErrorCode.INTERNAL, "grammar", False)
+        assert asking(GOOD[0]) == Verdict(None, final=True)

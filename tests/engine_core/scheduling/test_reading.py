@@ -14,9 +14,11 @@ from pagoda_engine_core.scheduling.decoding import News
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
+from pagoda_engine_core.scheduling.room import MESSAGE_BYTES, TOKEN_BYTES
 from pagoda_engine_core.scheduling.scheduler import Scheduler
+from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.errors import PagodaError
-from pagoda_proto.pooling.params import EMBED
+from pagoda_proto.pooling.params import EMBED, TOKEN_EMBED
 from pagoda_proto.records import Delta, FinishReason
 from pagoda_proto.steps import RowOutput, StepPlan, StepResult
 
@@ -123,6 +125,25 @@ def test_a_room_takes_what_fits_whole() -> None:
     room.take(world.scheduler.need(big, room))
     assert room.full
     assert room.lacks(world.scheduler.need(small, room)) is Cause.QUEUED_BUDGET
+
+
+def test_what_rows_are_read_as_fits_into_one_message() -> None:
+    """Vectors of all tokens: 4 MiB at most for a prompt, 48 for all that may end in one step."""
+    world = World(0, max_rows=64, max_tokens_per_step=1 << 20)
+    records = [make_pool_record([1] * 100, request_id=f"{i}", output=TOKEN_EMBED) for i in range(20)]
+    world.scheduler._pooled_width = 10240
+    requests = [Request(record, max_output_tokens=1, now=0.0) for record in records]
+    room, begun = world.scheduler.room(), 0
+    while room.lacks(need := world.scheduler.need(requests[begun], room)) is None:
+        room.take(need)
+        world.scheduler.add(requests[begun], 0.0)
+        begun += 1
+    assert begun == MESSAGE_BYTES // (100 * (10240 * 4 + TOKEN_BYTES))
+    again = world.scheduler.room()
+    assert again.lacks(world.scheduler.need(requests[begun], again)) is Cause.QUEUED_BUDGET
+    small = Request(make_pool_record([1] * 100, request_id="small"), max_output_tokens=1, now=0.0)
+    assert again.lacks(world.scheduler.need(small, again)) is None
+    assert MESSAGE_BYTES < MAX_FRAME_BYTES
 
 
 def test_an_abort_ends_it_once_and_frees_all() -> None:

@@ -82,6 +82,28 @@ def test_a_worker_that_says_it_is_stuck_is_believed(watch: Watch) -> None:
     assert watch.seen == [(1, WorkerState.HUNG)]
 
 
+def test_a_beat_of_the_step_before_is_nothing_against_the_next(watch: Watch) -> None:
+    """Beats and results come by two connections: one that was made before the step ended may be read after it."""
+    watch.liveness.owes(1, 60.0, watch.now)
+    watch.liveness.owes(1, 10.0, watch.now)
+    watch.pass_time(12.0, beats=(1,), busy_s=11.9)
+    watch.liveness.answered(1, watch.now)
+    watch.pass_time(9.0, beats=(1,), busy_s=11.9)
+    assert watch.seen == []
+    watch.pass_time(1.5, beats=(1,), busy_s=11.9)
+    assert watch.seen == [(1, WorkerState.HUNG)]
+
+
+def test_what_a_worker_says_counts_through_our_own_stall(watch: Watch) -> None:
+    """We did not run, but its step did."""
+    watch.liveness.owes(1, 60.0, watch.now)
+    watch.pass_time(1.0, beats=(1,))
+    watch.now += 70.0
+    watch.liveness.tick(watch.now)
+    watch.pass_time(0.5, beats=(1,), busy_s=71.0)
+    assert watch.seen == [(1, WorkerState.HUNG)]
+
+
 def test_only_the_oldest_plan_ages(watch: Watch) -> None:
     watch.liveness.owes(1, 60.0, watch.now)
     for _ in range(4):

@@ -214,6 +214,15 @@ def test_no_text_makes_a_control_token(tmp_path: Path) -> None:
     assert ["<", "s"] in definition["model"]["merges"]
 
 
+def test_pieces_that_would_take_long_to_split_are_refused(tmp_path: Path) -> None:
+    """Hours, of a file of a few megabytes."""
+    _, pairs = sentencepiece(True)
+    new = {f"tokenizer.ggml.{name}": [*pairs[f"tokenizer.ggml.{name}"], last] for name, last in
+           (("tokens", "a" * 40_000), ("scores", 0.0), ("token_type", 1))}  # fmt: skip
+    with pytest.raises(BadGguf, match="its tokens are too long"):
+        tokenizer_of(opened(pairs | new, tmp_path))
+
+
 def test_beginnings_and_ends(tmp_path: Path) -> None:
     original = byte_level("llama-bpe")
     begin, end = (original.token_to_id(token) for token in SPECIALS)

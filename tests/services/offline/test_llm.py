@@ -20,10 +20,12 @@ import pagoda.cli
 import pagoda.settings.resolving
 from pagoda import LLM, AsyncLLM, GenerationFailed, PagodaError, SamplingParams
 from pagoda.offline.local import Local
+from pagoda.offline.outputs import OfflineRequest
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.workers.executor import InprocExecutor
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.records import Delta
 from pagoda_proto.steps import PROTOCOL_VERSION, Hello
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading.model import Model, load_model
@@ -287,6 +289,42 @@ async def test_a_name_in_use_is_refused(text: ModelText) -> None:
         with pytest.raises(PagodaError, match="already running"):
             await anext(llm.generate([1], GREEDY, request_id="x"))
         await first.aclose()
+
+
+async def test_a_name_in_use_by_another_loop_is_refused_and_harms_nobody(text: ModelText) -> None:
+    async with AsyncLLM(wired(text)) as llm:
+        params = SamplingParams(max_tokens=100, seed=0, ignore_eos=True)
+        first = llm.generate([1], params, request_id="x")
+        await anext(first)
+
+        async def other_loop() -> None:
+            await anext(llm.generate([1], GREEDY, request_id="x"))
+
+        with pytest.raises(PagodaError, match="is here already"):
+            await asyncio.to_thread(asyncio.run, other_loop())
+        outputs = [output async for output in first]
+        assert outputs[-1].outputs[0].finish_reason == "length"
+
+
+def breaks(self: OfflineRequest, delta: Delta) -> None:
+    raise ValueError("odd")
+
+
+def test_what_cannot_be_read_of_an_answer_fails_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OfflineRequest, "_add", breaks)
+    with pytest.raises(GenerationFailed, match="the answer cannot be read: odd"):
+        llm.generate([[1, 2], [3]], GREEDY)
+    monkeypatch.undo()
+    assert llm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids == expected([1, 2], GREEDY)[0]
+
+
+async def test_the_same_of_a_generator(text: ModelText, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with AsyncLLM(wired(text)) as llm:
+        with monkeypatch.context() as patched:
+            patched.setattr(OfflineRequest, "_add", breaks)
+            with pytest.raises(PagodaError, match="the answer cannot be read: odd"):
+                await last(llm, [1], GREEDY)
+        assert await last(llm, [1], GREEDY) == expected([1], GREEDY)[0]
 
 
 async def test_errors_reach_the_generator(text: ModelText) -> None:

@@ -1,8 +1,5 @@
-"""Patterns that an adapter's file brings along: regular expressions of a stranger, of which few kinds are matched.
-
-Matching tries, at worst, every way in which a pattern may be read: where each repetition ends in a name, which side of
-each alternative, with and without what is optional. Nothing that repeats may stand within what repeats, so these are
-independent, and their number is known before anything is matched.
+"""Which of a model's linear layers an adapter's file means, and with which numbers: by lists, and by patterns, of which
+few kinds are matched (`expressions`).
 """
 
 from __future__ import annotations
@@ -11,38 +8,19 @@ import re
 from collections.abc import Callable, Sequence
 
 from pagoda_proto.adapters.files import AdapterError
+from pagoda_worker.checkpoints import expressions
 
-MAX_CHARS = 512
 MAX_NAMES = 4096  # in a list
-NAME_CHARS = 64  # about
-MAX_WAYS = 1 << 20  # to read all patterns of a field
-_STRANGE = re.compile(r"\(\?(?!:)|\\[0-9]|[)}][*+{]|[*+?}][*+{]")  # lookarounds, backreferences, nested repetitions
 
 Matches = Callable[[str], bool]
 
 
-def ways(pattern: str) -> float:
-    """How many ways there are to read it, at most."""
-    plain = pattern.replace("(?:", "(")
-    repeats, sides, places = sum(map(plain.count, "*+{")), plain.count("|"), plain.count("(") + 1
-    return float(NAME_CHARS) ** repeats * 2.0 ** plain.count("?") * (1 + sides / places) ** places
-
-
 def compiled(field: str, patterns: Sequence[str], around: str = "{}") -> list[re.Pattern[str]]:
-    """`around` is what each pattern stands in.
-
-    Raises:
-        AdapterError: one is not a regular expression, or they might take long together.
-    """
-    strange = [one for one in patterns if len(one) > MAX_CHARS or _STRANGE.search(one)]
+    """See `expressions.compiled`. Raises AdapterError, naming the field."""
     try:
-        if strange or sum(ways(around.replace("{}", one)) for one in patterns) > MAX_WAYS:
-            worst = (strange or sorted(patterns, key=ways)[-1:])[0]
-            rule = f"patterns have up to {MAX_CHARS} characters, few repetitions, alternatives and options, none nested"
-            raise AdapterError(f"{field}: {rule}, no lookarounds and no backreferences, got {worst[:80]!a}")
-        return [re.compile(around.replace("{}", f"(?:{one})")) for one in patterns]
-    except (re.error, RecursionError, OverflowError) as error:
-        raise AdapterError(f"{field}: a pattern is no regular expression: {error}") from error
+        return expressions.compiled(patterns, around)
+    except ValueError as error:
+        raise AdapterError(f"{field}: {error}") from error
 
 
 def by_name(field: str, value: object) -> Matches:

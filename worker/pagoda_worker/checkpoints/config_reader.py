@@ -1,8 +1,8 @@
 """config.json, read so that nothing in it that changes the arithmetic is overlooked.
 
-A reader takes the fields it understands; `finish` refuses the file if a field is left that has a value and is not known
-to be harmless. Both spellings of a field are read: those of transformers 5 (`rope_parameters`, `dtype`) and the older
-ones (`rope_theta` and `rope_scaling`, `torch_dtype`).
+A reader takes the fields it understands; `finish` refuses the file if a field is left that has a value (a zero is none:
+what it counts or scales is off) and is not known to be harmless. Both spellings of a field are read: those of
+transformers 5 (`rope_parameters`, `dtype`) and the older ones (`rope_theta` and `rope_scaling`, `torch_dtype`).
 
 What a file may ask for and we lack is an UnsupportedConfig, and the fallback may run it. What no model can mean, a size
 of zero or a scaling factor that is text, is a CheckpointError: nobody runs it.

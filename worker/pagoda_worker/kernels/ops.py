@@ -208,7 +208,8 @@ class Ops(Protocol):
         """
 
     def fill_slot(self, slots: Any, slot: int, factors: LowRank | None) -> None:
-        """An adapter takes this slot, or, with None, adds nothing to this layer. No step is under way."""
+        """An adapter takes this slot, or, with None, adds nothing to this layer; after what was launched, in the order
+        of its stream."""
 
     def slot_bytes(self, inputs: int, outputs: Sequence[int], ranks: Sequence[int]) -> int:
         """What an adapter takes whose parts of a layer have these outputs and ranks."""

@@ -16,6 +16,8 @@ from tests.worker.models.harness import logits_of
 from pagoda_worker.checkpoints.checkpoint import CheckpointError
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.checkpoints.formats import read_layout
+from pagoda_worker.checkpoints.formats.fp8 import Float8Packing
+from pagoda_worker.checkpoints.formats.layout import Stored
 from pagoda_worker.checkpoints.spec import linear_layers
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading.model import LoadedModel, load_model
@@ -63,6 +65,25 @@ def written(name: str, path: Path, plain: str = "") -> tuple[Path, Path]:
 def load(path: Path, **options: Any) -> LoadedModel:
     config = {"model": str(path), "dtype": "float32", "kernels": "reference", "fallback": False, **options}
     return load_model(WorkerConfig(**config))
+
+
+def test_a_block_wider_than_its_matrix_takes_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file that says so, a few kilobytes would take gigabytes."""
+    peak = 0
+    repeat = torch.Tensor.repeat_interleave
+
+    def repeated(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        nonlocal peak
+        peak = max(peak, (made := repeat(tensor, *arguments)).numel())
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "repeat_interleave", repeated)
+    weight = torch.randn(64, 16).to(torch.float8_e4m3fn)
+    scales = torch.rand(64, 1)
+    tensors = {"x.weight": weight, "x.weight_scale_inv": scales}
+    stored = Stored("x", (64, 16), tensors, tensors.__getitem__)
+    assert torch.equal(Float8Packing(1, 1 << 16).read(stored), weight.float() * scales)
+    assert peak == weight.numel()
 
 
 @pytest.mark.parametrize(("name", "plain"), [("qwen3", "k_proj"), ("deepseek_v3", "")])

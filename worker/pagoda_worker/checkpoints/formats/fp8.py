@@ -41,7 +41,7 @@ class Float8Packing:
     def read(self, stored: Stored) -> torch.Tensor:
         k = stored.shape[1]
         scales = stored["weight_scale_inv"].float()
-        by_column = scales.repeat_interleave(self.columns, 1)[:, :k]
+        by_column = scales.repeat_interleave(min(self.columns, k), 1)[:, :k]
         parts = zip(torch.split(stored["weight"], self.rows), by_column, strict=True)
         return torch.cat([rows.float() * scale for rows, scale in parts])
 

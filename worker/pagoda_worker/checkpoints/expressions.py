@@ -1,0 +1,41 @@
+"""Regular expressions that a model's or an adapter's file brings along, a stranger's: of these, few kinds are matched.
+
+Matching tries, at worst, every way in which an expression may be read: where each repetition ends in a name, which side
+of each alternative, with and without what is optional. Nothing that repeats may stand within what repeats, so the ends
+of repetitions are in order, the rest is independent, and the number of ways is known before anything is matched.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+MAX_CHARS = 512
+NAME_CHARS = 64  # about
+MAX_WAYS = 1 << 20  # to read all expressions of a field
+_STRANGE = re.compile(r"\(\?(?!:)|\\[0-9]|[)}][*+{]|[*+?}][*+{]")  # lookarounds, backreferences, nested repetitions
+
+
+def ways(expression: str) -> float:
+    """How many ways there are to read it, at most."""
+    plain = expression.replace("(?:", "(")
+    repeats, sides, places = sum(map(plain.count, "*+{")), plain.count("|"), plain.count("(") + 1
+    return math.comb(NAME_CHARS + repeats, repeats) * 2.0 ** plain.count("?") * (1 + sides / places) ** places
+
+
+def compiled(expressions: Sequence[str], around: str = "{}") -> list[re.Pattern[str]]:
+    """`around` is what each of them stands in.
+
+    Raises:
+        ValueError: one is not a regular expression, or they might take long together.
+    """
+    strange = [one for one in expressions if len(one) > MAX_CHARS or _STRANGE.search(one)]
+    if strange or sum(ways(around.replace("{}", one)) for one in expressions) > MAX_WAYS:
+        worst = (strange or sorted(expressions, key=ways)[-1:])[0]
+        rule = f"patterns have up to {MAX_CHARS} characters, few repetitions, alternatives and options, none nested"
+        raise ValueError(f"{rule}, no lookarounds and no backreferences, got {worst[:80]!a}")
+    try:
+        return [re.compile(around.replace("{}", f"(?:{one})")) for one in expressions]
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"a pattern is no regular expression: {error}") from error
