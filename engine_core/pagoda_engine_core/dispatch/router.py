@@ -258,9 +258,8 @@ class Router:
         for leaving in [worker for worker in self.workers.values() if worker.leaving]:
             for request in list(leaving.requests.values()):
                 deltas += self._guarded(request, partial(self._move, request, leaving, rooms, now), now)
-        for queued in self._queue if rooms else ():
-            if not rooms:
-                break
+        order = iter(self._queue)
+        while rooms and (queued := next(order, None)) is not None:
             deltas += self._guarded(queued.request, partial(self._try, queued.request, rooms, now), now)
         if not len(self._queue):
             for worker in self.workers.values():
