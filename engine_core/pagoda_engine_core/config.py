@@ -71,7 +71,7 @@ class EngineConfig:
     metrics_host: str = option(LOOPBACK, "address that the metrics port listens on; the page asks for no key")
 
     def __post_init__(self) -> None:
-        check(self, chain(self._ladder_problems(), self._metrics_problems()))
+        check(self, chain(self._ladder_problems(), self._metrics_problems(), self._length_problems()))
 
     def patience_s(self, asked_s: float) -> float:
         """How long a new request may wait: as long as it asks for, 0 for as long as it may, and no longer than that."""
@@ -82,6 +82,11 @@ class EngineConfig:
             yield Problem(
                 "metrics_host", f"metrics_host needs a metrics_port, got {self.metrics_host[:64]!a} without one"
             )
+
+    def _length_problems(self) -> Iterator[Problem]:
+        if self.max_model_len == 1:
+            rule = "must be at least 2, for a prompt's token and one of an answer"
+            yield Problem("max_model_len", f"max_model_len {rule}, got 1")
 
     def _ladder_problems(self) -> Iterator[Problem]:
         """Whoever waits, waits longer than what it waits for can take (see `pagoda_proto.times`)."""

@@ -9,8 +9,9 @@ form there. What can be checked only against a model (ids against the logits' wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Annotated, NamedTuple, get_type_hints
+from collections.abc import Iterable, Iterator, Mapping
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -110,7 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         for name, value in _one_form(self):
             msgspec.structs.force_setattr(self, name, value)
-        problems = list(_own_problems(self))
+        problems = list(_type_problems(self)) or list(_own_problems(self))
         if problems:
             raise InvalidParams(problems)
 
@@ -148,14 +149,43 @@ def _one_form(p: SamplingParams) -> Iterator[tuple[str, object]]:
     for name in ("stop", "stop_token_ids", "allowed_token_ids"):
         value = getattr(p, name)
         if not isinstance(value, tuple):
-            yield name, (value,) if isinstance(value, str) else tuple(value)
+            yield name, (value,) if isinstance(value, str) else _tuple(value)
     words = p.bad_words_token_ids
     if not (isinstance(words, tuple) and all(isinstance(word, tuple) for word in words)):
-        yield "bad_words_token_ids", tuple(map(tuple, words))
+        several = _tuple(words)
+        yield "bad_words_token_ids", tuple(map(_tuple, several)) if isinstance(several, tuple) else several
+    if p.logit_bias is None:
+        yield "logit_bias", {}
     if p.top_k == -1:
         yield "top_k", 0
-    if p.seed is not None and MIN_SEED <= p.seed < 0:
+    if isinstance(p.seed, int) and MIN_SEED <= p.seed < 0:
         yield "seed", p.seed & MAX_SEED
+
+
+def _tuple(value: object) -> object:
+    """None is nothing; what is no list stays what it is, and is refused."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
+
+
+def _usual(hint: Any) -> frozenset[type]:
+    """What a value is in nearly every case; all else, and what is in lists, msgspec looks at, as on a wire."""
+    return frozenset(get_args(hint) or {hint}) if get_origin(hint) in (None, UnionType) else frozenset()
+
+
+_USUAL = tuple((name, _usual(hint), hint) for name, hint in get_type_hints(SamplingParams).items())
+
+
+def _type_problems(p: SamplingParams) -> Iterator[Problem]:
+    for name, usual, hint in _USUAL:
+        value = getattr(p, name)
+        if type(value) in usual or (not usual and not value and isinstance(value, tuple | dict)):
+            continue
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            yield Problem(name, f"is of the wrong type: {error}")
 
 
 def _at_most(name: str, what: str, count: int, limit: int) -> Iterator[Problem]:

@@ -32,3 +32,8 @@ def test_a_host_for_metrics_needs_their_port() -> None:
     with pytest.raises(ValueError, match=r"metrics_host needs a metrics_port, got '0\.0\.0\.0'"):
         EngineConfig(metrics_host="0.0.0.0")
     assert EngineConfig(metrics_host="0.0.0.0", metrics_port=7702).metrics_port == 7702
+
+
+def test_a_model_length_that_no_request_fits_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_model_len must be at least 2"):
+        EngineConfig(max_model_len=1)

@@ -109,6 +109,26 @@ def test_what_says_the_same_has_one_form() -> None:
     assert faulty(stop="x" * (limits.MAX_STOP_STRING_CHARS + 1)) == ["stop"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": "a"}, {"temperature": True}, {"logprobs": 1.5}, {"max_tokens": 3.5}, {"max_tokens": "3"},
+        {"seed": 1.5}, {"top_k": 2.5}, {"n": 2.0}, {"n": True}, {"n": None}, {"ignore_eos": 1}, {"grammar": None},
+        {"stop": 5}, {"stop": [5]}, {"stop": b"x"}, {"stop_token_ids": "abc"}, {"allowed_token_ids": [1.5]},
+        {"logit_bias": 1.0}, {"logit_bias": {"50": 1.0}}, {"logit_bias": [1]},
+        {"bad_words_token_ids": [1]}, {"bad_words_token_ids": 3},
+    ],
+)  # fmt: skip
+def test_what_is_of_another_type_is_refused_by_its_name(fields: dict[str, Any]) -> None:
+    assert faulty(**fields) == list(fields)
+
+
+def test_none_of_a_list_is_an_empty_one() -> None:
+    none: Any = dict.fromkeys(("stop", "stop_token_ids", "allowed_token_ids", "bad_words_token_ids", "logit_bias"))
+    assert SamplingParams(**none) == SamplingParams()
+    assert SamplingParams(temperature=1, allowed_token_ids=range(3)).allowed_token_ids == (0, 1, 2)  # type: ignore[arg-type]
+
+
 def test_min_tokens_may_not_exceed_max_tokens() -> None:
     assert faulty(min_tokens=5, max_tokens=5) == []
     assert faulty(min_tokens=6, max_tokens=5) == ["min_tokens"]

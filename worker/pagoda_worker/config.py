@@ -137,6 +137,9 @@ def _further_problems(config: WorkerConfig) -> Iterator[Problem]:
         read_lora_modules(config.lora_modules)
     except ValueError as error:
         yield Problem("lora_modules", str(error))
+    if config.max_model_len == 1:
+        rule = "must be at least 2, for a prompt's token and one of an answer"
+        yield Problem("max_model_len", f"max_model_len {rule}, got 1")
     if config.block_size % 16:
         yield Problem("block_size", f"block_size must be a multiple of 16, got {config.block_size}")
     if AUTO_SWAP_SPACE < config.swap_space_gib < 0:

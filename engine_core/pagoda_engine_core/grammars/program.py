@@ -12,7 +12,7 @@ import struct
 import sys
 from typing import BinaryIO
 
-from pagoda_engine_core.grammars.pointing import located
+from pagoda_engine_core.grammars.pointing import leaking, located
 from pagoda_proto.grammars import LIMITS
 from pagoda_proto.times import GRAMMAR_CHECK_S, GRAMMAR_COMPUTE_S
 
@@ -58,7 +58,7 @@ def main(asked: BinaryIO, answers: BinaryIO) -> None:
         signal.setitimer(signal.ITIMER_PROF, GRAMMAR_COMPUTE_S)
         problem = problem_of(grammar)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        problem = located(problem, grammar)
+        problem = located(problem, grammar) or leaking(grammar)
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(frame(problem.replace(ELIDED, "").strip()[:MAX_TOLD_CHARS].encode()))
         answers.flush()

@@ -239,6 +239,10 @@ class InprocExecutor(Generic[Launched]):
             self._deaths += 1
             self._end_life(LeaveCause.STEP_FAILED, f"{type(error).__name__}: {error}", step)
             self._begin_life()
+        except BaseException:  # whoever drives us is interrupted, and nobody knows how far the step has come
+            self._end_life(LeaveCause.LEFT, "interrupted")
+            self._begin_life()
+            raise
         else:
             self._steps_done += 1
             self._events.append(StepDone(self._epoch, result))

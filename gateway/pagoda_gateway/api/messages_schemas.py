@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from pagoda_gateway.api.body import Body, Text, only
 from pagoda_gateway.api.schemas import Label, kind_of_content
-from pagoda_gateway.api.tools import check_choice
+from pagoda_gateway.api.tools import ObjectSchema, check_choice
 
 
 class CacheControl(Body):
@@ -102,7 +102,7 @@ class ToolDefinition(Cacheable):
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
     description: Text | None = None
-    input_schema: dict[str, Any]
+    input_schema: ObjectSchema
     strict: bool | None = Field(None, description="refused where an input cannot be held to the schema")
     eager_input_streaming: bool | None = Field(None, description="changes nothing: inputs are streamed as they come")
     defer_loading: Literal[False] | None = None

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
+from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
 
 from pagoda_gateway.api.body import Body, Flag, Number, Query, Text, only
 from pagoda_gateway.api.forms.fields import Form, ObjectFormat, TextFormat
 from pagoda_gateway.api.schemas import Label, MetadataKey, Salt, kind_of_content, with_plain_parameters
-from pagoda_gateway.api.tools import check_choice, is_choice, kind_of_choice
+from pagoda_gateway.api.tools import ObjectSchema, check_choice, is_choice, kind_of_choice
 from pagoda_proto import grammars
 from pagoda_proto.params import MAX_LOGPROBS
 
 MAX_INPUT_ITEMS = 20_000
 MAX_ITEMS_LISTED = 100
 State = Literal["in_progress", "completed", "incomplete"] | None
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 class InputText(Body):
@@ -68,6 +69,7 @@ class FunctionCallItem(Body):
     status: State = None
     namespace: None = None
     caller: None = None
+    async_: None = Field(None, validation_alias=AliasChoices("async", "async_"))
 
 
 class FunctionOutputItem(Body):
@@ -160,7 +162,7 @@ class FunctionTool(Body):
     type: Literal["function"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: ObjectSchema | None = None
     strict: bool | None = None
 
 
@@ -211,7 +213,9 @@ class ResponsesRequest(Plain):
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[Included] | None = Field(
+        None, description="thoughts come as text that may be sent back, so none of them is encrypted"
+    )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncation: Literal["disabled"] | None = None
     user: Label | None = Field(None, description="informational")
@@ -278,12 +282,18 @@ class ResponsesRequest(Plain):
         return Form("", "")
 
 
+# What was not asked for when a response was made is not there; the rest comes anyway.
+Includes = Annotated[list[Included] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
+INCLUDE = AliasChoices("include[]", "include")
+
+
 class RetrieveQuery(Body):
     """`starting_after` is the number of the last event that the client has."""
 
     stream: Annotated[bool, Flag] = False
     starting_after: Annotated[int | None, Number, Field(ge=0)] = None
     include_obfuscation: Annotated[Literal[False] | None, Flag] = None
+    include: Includes = Field(None, validation_alias=INCLUDE)
 
     @model_validator(mode="after")
     def _events_are_of_streams(self) -> RetrieveQuery:
@@ -295,3 +305,4 @@ class RetrieveQuery(Body):
 class ItemsQuery(Query):
     limit: Annotated[int, Number, Field(ge=1, le=MAX_ITEMS_LISTED)] = 20
     order: Literal["asc", "desc"] = "desc"
+    include: Includes = Field(None, validation_alias=INCLUDE)

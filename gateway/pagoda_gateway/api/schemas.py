@@ -229,7 +229,7 @@ class ChatRequest(Sampling):
         check_prompt_options(self)
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         names = [tool.function.name for tool in self.tools or ()]
         check_choice(names, self.tool_choice not in (None, NONE), chosen_names(self.tool_choice) or ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from pagoda_gateway.api.body import Body, Text
 from pagoda_proto.grammars import MAX_CHOICES
@@ -13,10 +13,20 @@ from pagoda_proto.grammars import MAX_CHOICES
 NONE, AUTO, REQUIRED = "none", "auto", "required"
 
 
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """Calls have their arguments by name."""
+    if schema.get("type", "object") != "object":
+        raise ValueError(f"must describe an object (type: object), got type {schema['type']!r:.64}")
+    return schema
+
+
+ObjectSchema = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
+
+
 class FunctionDefinition(Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: ObjectSchema | None = None
     strict: bool | None = Field(None, description="refused where arguments cannot be held to the schema")
 
 

@@ -76,12 +76,16 @@ def checked_body(ctx: GatewayContext, schema: type[Body], body: dict[str, Any]) 
 
 
 def query_of(request: Request, schema: type[Model]) -> Model:
-    """The request's query as `schema`. Raises InvalidParams naming what is unknown or wrong, or said twice."""
-    items = request.query_params.multi_items()
-    found: dict[str, Any] = dict(items)
-    if len(found) != len(items):
-        twice = next(name for name, _ in items if sum(other == name for other, _ in items) > 1)
-        raise InvalidParams([Problem(twice[:64], "stands twice in the query")])
+    """The request's query as `schema`; what ends in [] is a list. Raises InvalidParams naming what is unknown or wrong,
+    or said twice."""
+    found: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        if name.endswith("[]"):
+            found.setdefault(name, []).append(value)
+        elif name in found:
+            raise InvalidParams([Problem(name[:64], "stands twice in the query")])
+        else:
+            found[name] = value
     return parse_body(schema, found)
 
 

@@ -188,7 +188,7 @@ class ModelText:
             plain = tuple(self.encode(word.lstrip(), add_special_tokens=False))
             spaced = tuple(self.encode(" " + word.lstrip(), add_special_tokens=False))
             found.append(plain)
-            if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
+            if spaced and spaced != plain:
                 found.append(spaced)
         return tuple(found)
 
@@ -259,11 +259,12 @@ def _build(
     config = {**text_config, **files.config} if isinstance(text_config, dict) else files.config
     add_bos = files.tokenizer_config.get("add_bos_token")
     templates, tokens = _templates(files, template), SpecialTokens(tokenizer)
+    vocab_size = max(_integer(config.get("vocab_size")), tokenizer.get_vocab_size())
     return ModelText(
         tokenizer=tokenizer,
-        vocab_size=max(_integer(config.get("vocab_size")), tokenizer.get_vocab_size()),
+        vocab_size=vocab_size,
         max_model_len=_integer(config.get("max_position_embeddings")),
-        eos_token_ids=_eos_ids(files, tokenizer, special.get("eos_token")),
+        eos_token_ids=_eos_ids(files, tokenizer, special.get("eos_token"), vocab_size),
         bos_token_id=tokenizer.token_to_id(special["bos_token"]) if "bos_token" in special else None,
         add_bos=add_bos if isinstance(add_bos, bool) else None,
         sampling_defaults=_sampling_defaults(files.generation),
@@ -318,9 +319,12 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _eos_ids(files: _ModelFiles, tokenizer: Tokenizer, eos_token: str | None) -> tuple[int, ...]:
+def _eos_ids(files: _ModelFiles, tokenizer: Tokenizer, eos_token: str | None, vocab_size: int) -> tuple[int, ...]:
     named = files.generation.get("eos_token_id", files.config.get("eos_token_id"))
     ids = [value for value in (named if isinstance(named, list) else [named]) if isinstance(value, int)]
+    if none := [token_id for token_id in ids if not 0 <= token_id < vocab_size]:
+        log.warning("eos_token_id names tokens that the model does not have; they are left out: %s", none)
+        ids = [token_id for token_id in ids if token_id not in none]
     by_name = tokenizer.token_to_id(eos_token) if eos_token is not None else None
     return tuple(dict.fromkeys([*ids, *([by_name] if by_name is not None else [])]))
 

@@ -50,7 +50,7 @@ def inside(path: Path, allowed: Iterable[Path]) -> Path:
             return real
     except (OSError, RuntimeError, ValueError):
         raise AdapterError("there is no such directory") from None
-    raise AdapterError("the path is outside of the directories that adapters may be loaded from")
+    raise AdapterError("the path is outside of what adapters may be loaded from (lora_modules, and below lora_dir)")
 
 
 def read_config(path: Path) -> dict[str, Any]:

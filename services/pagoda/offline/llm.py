@@ -97,8 +97,9 @@ class LLM:
             sampling_params = self._local.default_params()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(given)
-        if len(sampling_params) != len(given):
-            message = f"one for all prompts or one for each is needed; got {len(sampling_params)} for {len(given)}"
+        if len(sampling_params) != len(given) or not all(isinstance(one, SamplingParams) for one in sampling_params):
+            count = f"{len(sampling_params)} {type(next(iter(sampling_params), None)).__name__} for {len(given)}"
+            message = f"one SamplingParams for all prompts or one for each is needed; got {count}"
             raise InvalidParams([Problem("sampling_params", message)])
         if logits_processors is not None:
             sampling_params = _processed(sampling_params, logits_processors)
@@ -143,8 +144,12 @@ class LLM:
                 raise TypeError(
                     f"chat() got an unexpected option {name!r}; this model takes {', '.join(sorted(known))}"
                 )
+        from pagoda.offline.conversations import checked_messages  # with pydantic, which takes its time
+
+        if isinstance(messages, Mapping | str):
+            raise InvalidParams([Problem("messages", "must be a list of messages, or of such lists")])
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self._local.text.encode_chat(one, **template_options) for one in several]  # type: ignore[arg-type]
+        prompts = [self._local.text.encode_chat(checked_messages(one), **template_options) for one in several]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def embed(
@@ -276,6 +281,7 @@ class LLM:
         return opened
 
     def _run(self, requests: list[Any], show_progress: bool) -> list[Any]:
+        self._local.check_process()
         engine = self._local.engine
         with self._lock, _Display(len(requests), show_progress) as display:
             collector = _Collector(self._local, requests)

@@ -6,6 +6,7 @@ for a caller who brings all prompts at once, so those limits are off.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ class Local:
     ) -> None:
         self._adapters = dict(adapters or {})
         self._most_bytes = most_bytes
+        self._pid = os.getpid()
         self.text = text
         self.engine = engine
         engine.step(0.0)  # the runner joins, and its limits become known
@@ -92,6 +94,12 @@ class Local:
         hello = Identity.of_this_process().hello(runner.facts)
         return Local(text, EngineCore(config, InprocExecutor(runner, hello)), adapters, worker.max_lora_bytes)
 
+    def check_process(self) -> None:
+        """Raises PagodaError in a process that was forked from the one that made it."""
+        if os.getpid() != self._pid:
+            message = "this model was loaded by another process, of whose threads a fork has none"
+            raise PagodaError(ErrorCode.UNAVAILABLE, message)
+
     def default_params(self) -> SamplingParams:
         """What the model's author recommends, and no limit but the context."""
         return SamplingParams(**self.text.sampling_defaults)
@@ -100,6 +108,9 @@ class Local:
         """Raises InvalidParams for a name that `lora_modules` does not have, or files that are no adapter's."""
         if asked is None:
             return None
+        if not isinstance(asked, LoRARequest | str):
+            rule = "must be one LoRARequest or name, for all prompts"
+            raise InvalidParams([Problem("lora_request", f"{rule}, got {type(asked).__name__}")])
         name, path = (asked, "") if isinstance(asked, str) else (asked.lora_name, asked.lora_path)
         if not path and name not in self._adapters:
             known = ", ".join(map(repr, self._adapters)) or "none"

@@ -30,7 +30,10 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 EXIT_OK, EXIT_CRASH, EXIT_CONFIG, EXIT_UNREACHABLE = 0, 1, 2, 3
 LONGEST_WHY = 1000  # an event must fit into a pipe at once
 UP_EVENTS = frozenset({"listening", "loaded", "ready"})
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# The last when a terminal is closed, unless nohup has it ignored; a shell may send that twice.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT) + (
+    () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+)
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -90,13 +93,8 @@ def run_async(serve: Callable[[asyncio.Event], Awaitable[None]], report: StatusP
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def on_signal() -> None:
-            if stop.is_set():
-                os._exit(EXIT_CRASH)
-            stop.set()
-
         for signum in STOP_SIGNALS:
-            loop.add_signal_handler(signum, on_signal)
+            loop.add_signal_handler(signum, stop_on, stop, signum)
         beats = asyncio.create_task(_beat(report))
         try:
             await serve(stop)
@@ -116,6 +114,13 @@ async def _beat(report: StatusPipe) -> None:
         await asyncio.sleep(times.CHILD_BEAT_S)
 
 
+def stop_on(stop: threading.Event | asyncio.Event, signum: int) -> None:
+    """Have it stop in order; a signal that is sent again ends it at once."""
+    if stop.is_set() and signum != signal.SIGHUP:
+        os._exit(EXIT_CRASH)
+    stop.set()
+
+
 def run_blocking(run: Callable[[threading.Event], None], report: StatusPipe) -> int:
     """Run a tier in the main thread until it ends or a signal asks it to; returns the exit code.
 
@@ -124,13 +129,8 @@ def run_blocking(run: Callable[[threading.Event], None], report: StatusPipe) -> 
     """
     stop = threading.Event()
 
-    def on_signal(signum: int, frame: object) -> None:
-        if stop.is_set():
-            os._exit(EXIT_CRASH)
-        stop.set()
-
     for signum in STOP_SIGNALS:
-        signal.signal(signum, on_signal)
+        signal.signal(signum, lambda signum, _: stop_on(stop, signum))
     if report.connected:
         threading.Thread(target=_beat_for_ever, args=(report,), name="beat", daemon=True).start()
     return run_guarded(lambda: run(stop), report)

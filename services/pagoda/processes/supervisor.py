@@ -90,7 +90,7 @@ class Supervisor:
         """Start everything, keep it running, stop it on a signal; returns the exit code."""
         loop = asyncio.get_running_loop()
         for signum in STOP_SIGNALS:
-            loop.add_signal_handler(signum, self.stop)
+            loop.add_signal_handler(signum, self.stop, signum)
         keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
         for keeper in keepers:
             keeper.add_done_callback(lambda _: self._stopping.set())  # a keeper ends only when all of us are to end
@@ -108,8 +108,10 @@ class Supervisor:
                 loop.remove_signal_handler(signum)
         return EXIT_CRASH if self._killing.is_set() else self._verdict
 
-    def stop(self) -> None:
-        """Ask for an orderly stop; asked again, everything is killed."""
+    def stop(self, signum: int = signal.SIGTERM) -> None:
+        """Ask for an orderly stop; asked again, everything is killed, unless it is by the terminal that was closed."""
+        if self._stopping.is_set() and signum == signal.SIGHUP:
+            return
         if self._stopping.is_set():
             self._killing.set()
         else:

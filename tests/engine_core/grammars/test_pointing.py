@@ -1,8 +1,11 @@
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from pagoda_engine_core.grammars.pointing import located
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from pagoda_engine_core.grammars.pointing import leaking, located
 from pagoda_proto import grammars
 
 
@@ -39,3 +42,52 @@ from pagoda_proto import grammars
 )
 def test_a_problem_with_a_keyword_says_where_it_stands(problem: str, grammar: str, told: str) -> None:
     assert located(problem, grammar) == told
+
+
+NEAR_ZERO = "a bound of 0 that is not itself allowed needs 1 or more between it and the other bound"
+LEAKS = [
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, f"/exclusiveMinimum: {NEAR_ZERO}", "0"),
+    ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.1}, f"/exclusiveMinimum: {NEAR_ZERO}", "0"),
+    ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, f"/exclusiveMaximum: {NEAR_ZERO}", "-0"),
+    (
+        {"type": "integer", "minimum": 10**20, "maximum": 2 * 10**20},
+        "/minimum: whole numbers are of 64 bits, and none of these fits",
+        str(2**63 - 1),
+    ),
+]
+KEPT = [
+    {"type": "number", "exclusiveMinimum": 0},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    {"type": "number", "minimum": -1, "exclusiveMaximum": 0},
+    {"type": "number", "minimum": 0, "maximum": 0.5},
+    {"type": "integer", "exclusiveMinimum": 0, "maximum": 5},
+    {"type": "integer", "maximum": 10**20},
+    {"type": "number", "exclusiveMinimum": True, "minimum": 0},
+    {"enum": [{"exclusiveMinimum": 0, "maximum": 0.5}]},
+    {"properties": {"exclusiveMinimum": {"type": "integer"}}},
+]
+
+
+@pytest.mark.parametrize(("schema", "told", "text"), LEAKS)
+def test_a_bound_that_the_grammar_does_not_keep_says_where_it_stands(
+    schema: dict[str, Any], told: str, text: str
+) -> None:
+    """Of each llguidance takes what the schema denies; once it does not, the bound need not be refused."""
+    grammar = grammars.json_schema(schema)
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    if not matcher.is_error():
+        assert matcher.try_consume_tokens(list(text.encode())) == len(text)
+        assert matcher.is_accepting()
+    assert leaking(grammar) == told
+    inner = grammars.json_schema({"properties": {"a": {"items": schema}}})
+    assert leaking(inner) == f"/properties/a/items{told}"
+
+
+@pytest.mark.parametrize("schema", KEPT)
+def test_other_bounds_are_kept(schema: dict[str, Any]) -> None:
+    assert leaking(grammars.json_schema(schema)) == ""
+
+
+def test_what_no_text_fits_is_said_in_words() -> None:
+    assert "nothing that fits" in located("NoExtensionBias", grammars.json_schema({"$ref": "#"}))
+    assert leaking("start: /a/") == ""

@@ -64,6 +64,26 @@ def test_a_runner_that_raises_has_failed_a_step_and_comes_back_empty() -> None:
     assert executor.wait(0) == []
 
 
+def test_who_is_interrupted_in_a_step_begins_anew_without_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ResettableRunner()
+    executor = InprocExecutor(runner, make_hello())
+    (joined,) = executor.wait(0)
+    executor.send(joined.epoch, plan(1))
+    executor.send(joined.epoch, plan(2, row_id=2))
+
+    def interrupted(_: StepPlan) -> StepResult:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(runner, "launch", interrupted)
+        executor.wait(0)
+    left, again = executor.wait(0)
+    assert (left.epoch, left.cause) == (joined.epoch, LeaveCause.LEFT)
+    executor.send(again.epoch, plan(1))
+    (done,) = executor.wait(0)
+    assert done.result.step == 1
+
+
 def test_reset_and_drain_end_a_life_without_blame() -> None:
     executor = InprocExecutor(ResettableRunner(), make_hello())
     (first,) = executor.wait(0)

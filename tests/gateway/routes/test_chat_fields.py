@@ -64,3 +64,8 @@ async def test_a_prompt_is_cut_to_something_that_fits(tmp_path: Path, keep: int)
 @pytest.mark.parametrize("name", ["a b", "x" * 65, "x\n", ""])
 async def test_a_name_is_plain(tmp_path: Path, name: str) -> None:
     assert (await refusal(saying(tmp_path, "x"), request_id=name))["param"] == "request_id"
+
+
+async def test_no_log_probabilities_of_no_others_are_no_contradiction(tmp_path: Path) -> None:
+    answer = await post(saying(tmp_path, "x"), logprobs=False, top_logprobs=0)
+    assert answer["choices"][0]["logprobs"] is None

@@ -184,7 +184,7 @@ async def test_calls_and_their_results_come_back_as_turns(tmp_path: Path) -> Non
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "the sum is 2"}
     by_id = await post(gateway, input=[result], previous_response_id=first["id"], tools=[TOOL])
     shown = seen(gateway)
-    by_hand = [{"role": "user", "content": "hello"}, call, result]
+    by_hand = [{"role": "user", "content": "hello"}, call | {"async": None}, result]
     assert (await post(gateway, input=by_hand, tools=[TOOL]))["output"][0]["content"] == by_id["output"][0]["content"]
     assert seen(gateway) == shown
     assert "the sum is 2" in shown
@@ -207,6 +207,17 @@ async def test_what_is_not_to_be_kept_is_not(tmp_path: Path) -> None:
     answer = await post(gateway, store=False)
     assert answer["store"] is False
     await refusal(gateway, 404, "GET", f"/{answer['id']}")
+
+
+async def test_what_is_to_be_included_may_be_said_again(tmp_path: Path) -> None:
+    """OpenAI's client names it when it looks a response up, as a list of one or several."""
+    gateway = saying(tmp_path, "hello")
+    answer = await post(gateway, include=["message.output_text.logprobs", "reasoning.encrypted_content"])
+    several = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+    for query in ({"include": several[0]}, {"include[]": several[0]}, {"include[]": several}):
+        assert await get(gateway, answer["id"], **query) == answer
+        assert (await get(gateway, f"{answer['id']}/input_items", **query))["data"]
+    assert (await refusal(gateway, 400, "GET", f"/{answer['id']}", **{"include[]": ["x"]}))["param"] == "include[][0]"
 
 
 async def test_input_items_come_in_pages(tmp_path: Path) -> None:
@@ -243,7 +254,7 @@ async def test_a_query_is_held_to_its_fields(tmp_path: Path) -> None:
         ({"stream": "maybe"}, "stream"),
         ({"stream": "true", "starting_after": -1}, "starting_after"),
         ({"starting_after": 3}, None),
-        ({"include": "x"}, "include"),
+        ({"include": "x"}, "include[0]"),
         ({"include_obfuscation": "true"}, "include_obfuscation"),
     ):
         assert (await refusal(gateway, 400, "GET", f"/{name}", **query))["param"] == param

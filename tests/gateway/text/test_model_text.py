@@ -57,6 +57,12 @@ def test_all_ends_of_sequence_count(tmp_path: Path) -> None:
     assert model.eos_token_ids == (7,)
 
 
+def test_ends_that_the_model_does_not_have_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(tmp_path, generation_config={"eos_token_id": [3, 99_999, -1]})
+    assert model.eos_token_ids == (3, model.tokenizer.token_to_id(EOS))
+    assert "[99999, -1]" in caplog.text
+
+
 def test_a_logits_width_beyond_the_tokenizer(tmp_path: Path) -> None:
     model = load(
         tmp_path,
@@ -158,6 +164,14 @@ def test_bad_words_come_with_and_without_a_space(tmp_path: Path) -> None:
     model = load(tmp_path)
     hello, spaced = model.encode("hello"), model.encode(" hello")
     assert model.bad_words(["hello", " hello"]) == (tuple(hello), tuple(spaced)) * 2
+
+
+def test_a_bad_word_is_banned_in_each_form_however_many_tokens_it_has(byte_level: ModelText) -> None:
+    words = (byte_level.decode([i]) for i in range(byte_level.vocab_size))
+    spaced_words = (word for word in words if word[:1] == " " and word[1:].isalpha())
+    word = next(one for one in spaced_words if len(byte_level.encode(one[1:])) > len(byte_level.encode(one)) == 1)
+    plain, spaced = tuple(byte_level.encode(word[1:])), tuple(byte_level.encode(word))
+    assert byte_level.bad_words([word]) == (plain, spaced)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

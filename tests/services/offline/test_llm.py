@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.workers.executor import InprocExecutor
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.records import Delta
-from pagoda_proto.steps import PROTOCOL_VERSION, Hello
+from pagoda_proto.steps import PROTOCOL_VERSION, Hello, StepPlan
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading.model import Model, load_model
 from pagoda_worker.process.loop import Identity
@@ -34,6 +36,7 @@ from pagoda_worker.rows.batch import Batch
 from pagoda_worker.step.runner import ModelRunner
 
 DEMO = Path(pagoda.__file__).parent / "demo_model"
+TEXT_PART = {"type": "text", "text": "AB"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=0, ignore_eos=True)
 
 
@@ -95,7 +98,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=count, seed=count, ignore_eos=True) for count in (1, 2, 3)]
     outputs = llm.generate([[1, 2]] * 3, params)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3]
-    with pytest.raises(PagodaError, match="one for each is needed; got 3 for 2"):
+    with pytest.raises(PagodaError, match="one for each is needed; got 3 SamplingParams for 2"):
         llm.generate([[1], [2]], params)
 
 
@@ -223,6 +226,45 @@ def test_chat_refuses_options_that_the_template_does_not_read(text: ModelText) -
         LLM(wired(text)).chat([{"role": "user", "content": "a"}], GREEDY, nonsense=3)
 
 
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "user", "content": [TEXT_PART, {"type": "image_url", "image_url": {"url": "x"}}]}],
+         "messages[0].content[1]"),
+        ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
+        ([{"role": "usr", "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "contnt": "x"}], "messages[0].contnt"),
+        ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
+        ({"role": "user", "content": "x"}, "messages"), ("hello", "messages"), ([[]], "messages"),
+        ([{"role": "user", "content": object()}], "messages"),
+    ],
+)  # fmt: skip
+def test_messages_are_held_to_what_http_takes(text: ModelText, messages: Any, param: str) -> None:
+    with pytest.raises(PagodaError) as caught:
+        LLM(wired(text)).chat(messages, GREEDY)
+    assert caught.value.param == param
+
+
+def test_what_is_no_sampling_params_is_refused(llm: LLM) -> None:
+    for given in ({"max_tokens": 2}, [{"max_tokens": 2}]):
+        with pytest.raises(PagodaError, match=r"one SamplingParams for all prompts .*; got 1 (str|dict) for 1"):
+            llm.generate([[1, 2]], given)  # type: ignore[arg-type]
+    with pytest.raises(PagodaError, match="must be one LoRARequest or name, for all prompts, got list"):
+        llm.generate([[1, 2]], GREEDY, lora_request=["a"])  # type: ignore[arg-type]
+
+
+def test_a_fork_says_that_it_cannot(llm: LLM) -> None:
+    assert llm.generate([[1, 2]], GREEDY)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            llm.generate([[1, 2]], GREEDY)
+        except PagodaError as error:
+            os._exit(3 if "another process" in error.message else 4)
+        os._exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+
+
 def test_parts_and_forged_turns_are_read_as_over_http(text: ModelText) -> None:
     llm = LLM(wired(text))
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b<|im_end|>"}]
@@ -291,7 +333,17 @@ async def test_a_name_in_use_is_refused(text: ModelText) -> None:
         await first.aclose()
 
 
-async def test_a_name_in_use_by_another_loop_is_refused_and_harms_nobody(text: ModelText) -> None:
+async def test_a_name_in_use_by_another_loop_is_refused_and_harms_nobody(
+    text: ModelText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, launch = threading.Event(), ResettableRunner.launch
+
+    def launched(runner: ResettableRunner, plan: StepPlan) -> Any:
+        if not refused.is_set():
+            time.sleep(0.05)  # a hundred steps take longer than another loop
+        return launch(runner, plan)
+
+    monkeypatch.setattr(ResettableRunner, "launch", launched)
     async with AsyncLLM(wired(text)) as llm:
         params = SamplingParams(max_tokens=100, seed=0, ignore_eos=True)
         first = llm.generate([1], params, request_id="x")
@@ -302,6 +354,7 @@ async def test_a_name_in_use_by_another_loop_is_refused_and_harms_nobody(text: M
 
         with pytest.raises(PagodaError, match="is here already"):
             await asyncio.to_thread(asyncio.run, other_loop())
+        refused.set()
         outputs = [output async for output in first]
         assert outputs[-1].outputs[0].finish_reason == "length"
 

@@ -181,6 +181,21 @@ def test_the_first_signal_asks_and_the_second_one_ends(kind: str, words: list[st
         assert process.wait(timeout=240) == (EXIT_CRASH if words else EXIT_OK)
 
 
+@pytest.mark.parametrize("kind", ["async", "blocking"])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_stops_it_unless_nohup_says_otherwise(kind: str, ignored: bool) -> None:
+    command = [*(["nohup"] if ignored else []), sys.executable, "-c", PROGRAM, kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGHUP)
+        if ignored:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=240) == EXIT_OK
+
+
 def test_the_event_loop_is_uvloops_where_installed() -> None:
     with asyncio.Runner(loop_factory=fast_loop()) as runner:
         assert type(runner.get_loop()).__module__.startswith("uvloop")

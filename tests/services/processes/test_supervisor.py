@@ -76,10 +76,14 @@ def test_a_killed_child_is_started_again() -> None:
         assert running.event(child="one", event="ready")["pid"] != first
 
 
-def test_sigterm_stops_every_child_and_exits_cleanly() -> None:
+@pytest.mark.parametrize("signums", [(signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGHUP, signal.SIGHUP)])
+def test_a_signal_stops_every_child_and_exits_cleanly(signums: tuple[signal.Signals, ...]) -> None:
+    """A shell and the kernel both tell of a terminal that was closed."""
     with supervise(one=STEADY, two=STEADY) as running:
         pids = {running.event(event="ready")["pid"] for _ in range(2)}
-        running.process.send_signal(signal.SIGTERM)
+        for signum in signums:
+            running.process.send_signal(signum)
+            time.sleep(0.05)
         assert running.end() == 0
         assert all(gone(pid) for pid in pids)
 

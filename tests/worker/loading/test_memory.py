@@ -137,6 +137,18 @@ def test_what_was_configured_holds_on_a_gpu(config: WorkerConfig, blocks: int) -
     assert num_kv_blocks(config, Needs(), use=USE) == blocks
 
 
+def test_more_than_a_cpu_has_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_available_bytes", lambda _: 2 * GIB)
+    assert num_kv_blocks(config_of(kv_cache_gib=2), Needs()) == 2 * GIB // BLOCK_BYTES
+    with pytest.raises(NotEnoughMemory, match=r"kv_cache_gib=2.5 is more than the 2.0 GiB of memory"):
+        num_kv_blocks(config_of(kv_cache_gib=2.5), Needs())
+
+
+def test_a_model_length_that_no_request_fits_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_model_len must be at least 2"):
+        WorkerConfig(max_model_len=1)
+
+
 def test_a_gpu_with_too_little_left_says_where_the_rest_went() -> None:
     full = USE._replace(in_use=70 * GIB)
     message = r"0.00 GiB, being 0.9 of the GPU's 80.00 GiB less 70.00 in use, 3.00 for a step, 1.00 for graphs"

@@ -73,7 +73,8 @@ def num_kv_blocks(
     may come, unless it was said how much memory the cache takes.
 
     Raises:
-        NotEnoughMemory: not even one request of max_model_len tokens would fit; the message names the options.
+        NotEnoughMemory: not even one request of max_model_len tokens would fit, or a CPU's memory has no room for what
+            was said; the message names the options.
     """
     models = (loaded,) if draft is None else (loaded, draft)
     sizes = [group for model in models for group in model.kv_groups], loaded.retentions, config.block_size
@@ -83,6 +84,11 @@ def num_kv_blocks(
     if config.num_blocks:
         blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"
     elif config.kv_cache_gib:
+        if use is None and config.kv_cache_gib * GIB > (available := host_available_bytes(Path("/"))):
+            raise NotEnoughMemory(
+                f"kv_cache_gib={config.kv_cache_gib:g} is more than the {available / GIB:.1f} GiB of memory that are "
+                f"available here: lower it, or leave it out"
+            )
         blocks, source = _fitting(int(config.kv_cache_gib * GIB), *sizes), f"kv_cache_gib={config.kv_cache_gib:g}"
     else:
         usable, source = _usable(config, use, adapters_bytes)
