@@ -2,7 +2,8 @@
 
 Matching tries, at worst, every way in which an expression may be read: where each repetition ends in a name, which side
 of each alternative, with and without what is optional. Nothing that repeats may stand within what repeats, so the ends
-of repetitions are in order, the rest is independent, and the number of ways is known before anything is matched.
+of repetitions are in order, the rest is independent, and the number of ways is known before anything is matched. What
+only looks around is tried as often as what stands there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Sequence
 MAX_CHARS = 512
 NAME_CHARS = 64  # about
 MAX_WAYS = 1 << 20  # to read all expressions of a field
-_STRANGE = re.compile(r"\(\?(?!:)|\\[0-9]|[)}][*+{]|[*+?}][*+{]")  # lookarounds, backreferences, nested repetitions
+# Groups that are more than groups or looks around, backreferences, repetitions of what repeats.
+_STRANGE = re.compile(r"\(\?(?!:|<?[=!])|\\[0-9]|[)}][*+{]|[*+?}][*+{]")
 
 
 def ways(expression: str) -> float:
@@ -34,7 +36,7 @@ def compiled(expressions: Sequence[str], around: str = "{}") -> list[re.Pattern[
     if strange or sum(ways(around.replace("{}", one)) for one in expressions) > MAX_WAYS:
         worst = (strange or sorted(expressions, key=ways)[-1:])[0]
         rule = f"patterns have up to {MAX_CHARS} characters, few repetitions, alternatives and options, none nested"
-        raise ValueError(f"{rule}, no lookarounds and no backreferences, got {worst[:80]!a}")
+        raise ValueError(f"{rule}, and no backreferences, got {worst[:80]!a}")
     try:
         return [re.compile(around.replace("{}", f"(?:{one})")) for one in expressions]
     except (re.error, RecursionError, OverflowError) as error:
