@@ -1,6 +1,7 @@
 """What a caller may ask of generation, validated once for every door: HTTP, gRPC, offline.
 
-`SamplingParams` is frozen and complete: defaults are filled in, and construction fails with *all* problems at once.
+`SamplingParams` is frozen and complete: defaults are filled in, and construction fails with *all* problems at once,
+those of types before all others.
 A parameter is declared here, and once in each wire's contract: engine.proto, and a dialect's body where it has another
 form there. What can be checked only against a model (ids against the logits' width, lengths against the context) is in
 `model_problems`; the engine core runs it again, because it is the last to know.
@@ -10,8 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from uuid import UUID
 
 import msgspec
 
@@ -109,9 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: Annotated[bool, Parameter("leave special tokens out of the text")] = True
 
     def __post_init__(self) -> None:
-        for name, value in _one_form(self):
-            msgspec.structs.force_setattr(self, name, value)
-        problems = list(_type_problems(self)) or list(_own_problems(self))
+        problems = list(_settled(self)) or list(_own_problems(self))
         if problems:
             raise InvalidParams(problems)
 
@@ -144,48 +146,53 @@ _NOT_OF_BEAMS = tuple(
 PLAIN = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if isinstance(field.default, int | float))
 
 
-def _one_form(p: SamplingParams) -> Iterator[tuple[str, object]]:
-    """What several values say alike has one form inside, whichever door it came through."""
-    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
-        value = getattr(p, name)
-        if not isinstance(value, tuple):
-            yield name, (value,) if isinstance(value, str) else _tuple(value)
-    words = p.bad_words_token_ids
-    if not (isinstance(words, tuple) and all(isinstance(word, tuple) for word in words)):
-        several = _tuple(words)
-        yield "bad_words_token_ids", tuple(map(_tuple, several)) if isinstance(several, tuple) else several
-    if p.logit_bias is None:
-        yield "logit_bias", {}
-    if p.top_k == -1:
-        yield "top_k", 0
-    if isinstance(p.seed, int) and MIN_SEED <= p.seed < 0:
-        yield "seed", p.seed & MAX_SEED
-
-
-def _tuple(value: object) -> object:
-    """None is nothing; what is no list stays what it is, and is refused."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
-
-
 def _usual(hint: Any) -> frozenset[type]:
-    """What a value is in nearly every case; all else, and what is in lists, msgspec looks at, as on a wire."""
+    """What a number, a switch or a text is in nearly every case; all else, and what is in lists, msgspec looks at."""
     return frozenset(get_args(hint) or {hint}) if get_origin(hint) in (None, UnionType) else frozenset()
 
 
-_USUAL = tuple((name, _usual(hint), hint) for name, hint in get_type_hints(SamplingParams).items())
+# Of each its name, what it usually is, what it may be, and the kind of list, of which an empty one is usual.
+_USUAL = tuple((name, _usual(hint), hint, get_origin(hint)) for name, hint in get_type_hints(SamplingParams).items())
+# They would become text, or numbers that no bound is compared with.
+_NO_PARAMETERS = (bytes, bytearray, memoryview, Decimal, UUID, datetime, date, time, timedelta)
 
 
-def _type_problems(p: SamplingParams) -> Iterator[Problem]:
-    for name, usual, hint in _USUAL:
+def _settled(p: SamplingParams) -> Iterator[Problem]:
+    """What several values say alike gets one form inside, whichever door it came through; other types have none."""
+    for name, usual, hint, kind in _USUAL:
         value = getattr(p, name)
-        if type(value) in usual or (not usual and not value and isinstance(value, tuple | dict)):
+        if type(value) in usual or (type(value) is kind and not value):
             continue
         try:
-            msgspec.convert(value, hint)
-        except msgspec.ValidationError as error:
+            value = value if usual else _listed(value, kind)
+            plain = msgspec.to_builtins(value, builtin_types=_NO_PARAMETERS, enc_hook=_number)
+            msgspec.structs.force_setattr(p, name, msgspec.convert(plain, hint))
+        except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
             yield Problem(name, f"is of the wrong type: {error}")
+    if isinstance(p.top_k, int) and p.top_k == -1:
+        msgspec.structs.force_setattr(p, "top_k", 0)
+    if isinstance(p.seed, int) and MIN_SEED <= p.seed < 0:
+        msgspec.structs.force_setattr(p, "seed", p.seed & MAX_SEED)
+
+
+def _listed(value: Any, kind: Any) -> Any:
+    """None is nothing, and a text one of a list; what is no list stays what it is, and is refused."""
+    if value is None:
+        return kind()
+    if kind is dict:
+        return value
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, bytes) else value
+
+
+def _number(value: Any) -> Any:
+    """Of numpy, torch, or a class derived from float."""
+    if callable(plain := getattr(value, "tolist", None)):
+        return plain()
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"got {type(value).__name__}")
 
 
 def _at_most(name: str, what: str, count: int, limit: int) -> Iterator[Problem]:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -121,6 +123,42 @@ def test_what_says_the_same_has_one_form() -> None:
 )  # fmt: skip
 def test_what_is_of_another_type_is_refused_by_its_name(fields: dict[str, Any]) -> None:
     assert faulty(**fields) == list(fields)
+
+
+class Warm(float):
+    pass
+
+
+class Array:
+    """As those of numpy and torch are looked at, which have no place here."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(Array, self.value)
+
+    def tolist(self) -> Any:
+        return self.value
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    given: Any = {
+        "temperature": Warm(0.5), "top_p": Array(0.5), "max_tokens": Array(3), "seed": Array(-1), "top_k": Array(-1),
+        "stop_token_ids": Array([1, 2]), "bad_words_token_ids": [Array([1, 2])], "ignore_eos": Array(True),
+    }  # fmt: skip
+    plain: Any = {
+        "temperature": 0.5, "top_p": 0.5, "max_tokens": 3, "seed": -1, "stop_token_ids": (1, 2),
+        "bad_words_token_ids": ((1, 2),), "ignore_eos": True,
+    }  # fmt: skip
+    found = SamplingParams(**given)
+    assert found == SamplingParams(**plain)
+    assert (type(found.temperature), type(found.max_tokens), found.top_k) == (float, int, 0)
+
+
+@pytest.mark.parametrize("number", ["-5", "NaN", "1e400"])
+def test_exact_numbers_have_bounds_too(number: str) -> None:
+    assert faulty(temperature=Decimal(number)) == ["temperature"]
 
 
 def test_none_of_a_list_is_an_empty_one() -> None:

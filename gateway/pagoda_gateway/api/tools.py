@@ -15,8 +15,9 @@ NONE, AUTO, REQUIRED = "none", "auto", "required"
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
     """Calls have their arguments by name."""
-    if schema.get("type", "object") != "object":
-        raise ValueError(f"must describe an object (type: object), got type {schema['type']!r:.64}")
+    kind = schema.get("type")
+    if kind not in (None, "object") and not (isinstance(kind, list) and "object" in kind):
+        raise ValueError(f"must describe an object (type: object), got type {kind!r:.64}")
     return schema
 
 

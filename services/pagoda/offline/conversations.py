@@ -1,30 +1,84 @@
-"""Conversations that are given as Python objects are held to what the HTTP API takes."""
+"""Conversations that are given as Python objects: what cannot be shown to a model is refused, and nothing is left out.
+
+Roles, and what else a message has, are the chat template's to judge, as in Hugging Face's own: calls may do without
+ids, and their arguments may be objects.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import msgspec
-from pydantic import Field, ValidationError
-
-from pagoda_gateway.api.body import Body
-from pagoda_gateway.api.schemas import Message
 from pagoda_proto.errors import InvalidParams, Problem
 
-
-class _Conversation(Body):
-    messages: Annotated[list[Message], Field(min_length=1)]
+MAX_PROBLEMS = 8
 
 
-def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages of one conversation, without what is None. Raises InvalidParams, naming each field at fault."""
+def conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """Of messages, or of several lists of them, as plain objects. Raises InvalidParams, naming what is at fault."""
     try:
-        given = {"messages": msgspec.to_builtins(messages)}
-        found = _Conversation.model_validate(given)
-    except TypeError as error:
-        raise InvalidParams([Problem("messages", f"must be plain objects: {error}")]) from error
-    except ValidationError as error:
-        from pagoda_gateway.api.errors import invalid_fields  # brings the HTTP server along
+        given = _plain(messages)
+    except RecursionError:
+        raise InvalidParams([Problem("messages", "are too deep, or contain themselves")]) from None
+    single = isinstance(given, list) and not any(isinstance(one, list) for one in given)
+    several = [given] if single else given
+    problems = list(_conversation_problems(several, single))
+    if problems:
+        raise InvalidParams(problems[:MAX_PROBLEMS])
+    return several
 
-        raise invalid_fields(error, given) from error
-    return [message.model_dump(exclude_none=True) for message in found.messages]
+
+def _conversation_problems(several: Any, single: bool) -> Iterator[Problem]:
+    if not isinstance(several, list):
+        yield Problem("messages", f"must be a list of messages, or of such lists, got {type(several).__name__}")
+        return
+    for i, messages in enumerate(several):
+        at = "messages" if single else f"messages[{i}]"
+        if not isinstance(messages, list) or not messages:
+            yield Problem(at, "must be a list of messages, at least one")
+            continue
+        for j, message in enumerate(messages):
+            yield from _problems(message, f"{at}[{j}]")
+
+
+def _plain(value: Any) -> Any:
+    """Mappings, other lists, and objects of a client's library, as dicts and lists."""
+    if callable(dump := getattr(value, "model_dump", None)):
+        value = dump(exclude_none=True)
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if _is_list(value) else value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def _problems(message: Any, at: str) -> Iterator[Problem]:
+    if not isinstance(message, dict):
+        yield Problem(at, f"must be a message, got {type(message).__name__}")
+        return
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        yield Problem(f"{at}.role", "must say who speaks")
+    if "content" not in message and not message.get("tool_calls"):
+        yield Problem(f"{at}.content", "is required")
+    content = message.get("content")
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not isinstance(part, str) and not is_text:
+            kind = part.get("type") if isinstance(part, dict) else part
+            yield Problem(f"{at}.content[{i}]", f"must be text, or {{'type': 'text', 'text': ..}}, got {kind!r:.64}")
+    if not isinstance(content, str | list | None):
+        yield Problem(f"{at}.content", f"must be text or a list of parts, got {type(content).__name__}")
+    yield from _call_problems(message.get("tool_calls"), f"{at}.tool_calls")
+
+
+def _call_problems(calls: Any, at: str) -> Iterator[Problem]:
+    if not isinstance(calls, list | None):
+        yield Problem(at, f"must be a list of calls, got {type(calls).__name__}")
+        return
+    for i, call in enumerate(calls or ()):
+        function = call.get("function") if isinstance(call, dict) else None
+        told = function if isinstance(function, dict) else {}
+        if not isinstance(told.get("name"), str) or not isinstance(told.get("arguments", ""), str | dict):
+            yield Problem(f"{at}[{i}].function", "must have a name, and arguments that are an object or its text")

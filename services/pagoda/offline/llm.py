@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pagoda.offline.beams import BeamSearchOutput, BeamSearchParams, searched
+from pagoda.offline.conversations import conversations
 from pagoda.offline.local import Local, LoRARequest, Prompt, as_list, failure
 from pagoda.offline.outputs import OfflineRequest, RequestOutput
 from pagoda.offline.reading import (
@@ -144,12 +145,8 @@ class LLM:
                 raise TypeError(
                     f"chat() got an unexpected option {name!r}; this model takes {', '.join(sorted(known))}"
                 )
-        from pagoda.offline.conversations import checked_messages  # with pydantic, which takes its time
-
-        if isinstance(messages, Mapping | str):
-            raise InvalidParams([Problem("messages", "must be a list of messages, or of such lists")])
-        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self._local.text.encode_chat(checked_messages(one), **template_options) for one in several]
+        several = conversations(messages)
+        prompts = [self._local.text.encode_chat(one, **template_options) for one in several]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def embed(

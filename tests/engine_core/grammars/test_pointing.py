@@ -44,11 +44,24 @@ def test_a_problem_with_a_keyword_says_where_it_stands(problem: str, grammar: st
     assert located(problem, grammar) == told
 
 
-NEAR_ZERO = "a bound of 0 that is not itself allowed needs 1 or more between it and the other bound"
+NEAR = "a whole number that is itself excluded needs one or more between it and the other bound"
 LEAKS = [
-    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, f"/exclusiveMinimum: {NEAR_ZERO}", "0"),
-    ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.1}, f"/exclusiveMinimum: {NEAR_ZERO}", "0"),
-    ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, f"/exclusiveMaximum: {NEAR_ZERO}", "-0"),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, f"/exclusiveMinimum: {NEAR}", "0"),
+    ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.1}, f"/exclusiveMinimum: {NEAR}", "0"),
+    ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, f"/exclusiveMaximum: {NEAR}", "-0"),
+    ({"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}, f"/exclusiveMinimum: {NEAR}", "1"),
+    ({"type": "number", "exclusiveMinimum": 10, "exclusiveMaximum": 10.5}, f"/exclusiveMinimum: {NEAR}", "10"),
+    ({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, f"/exclusiveMaximum: {NEAR}", "-1"),
+    (
+        {"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]},
+        f"/allOf/0/exclusiveMinimum: {NEAR}",
+        "0",
+    ),
+    (
+        {"type": "number", "maximum": 0.5, "anyOf": [{"exclusiveMinimum": 0}, {"type": "null"}]},
+        f"/anyOf/0/exclusiveMinimum: {NEAR}",
+        "0",
+    ),
     (
         {"type": "integer", "minimum": 10**20, "maximum": 2 * 10**20},
         "/minimum: whole numbers are of 64 bits, and none of these fits",
@@ -63,6 +76,14 @@ KEPT = [
     {"type": "integer", "exclusiveMinimum": 0, "maximum": 5},
     {"type": "integer", "maximum": 10**20},
     {"type": "number", "exclusiveMinimum": True, "minimum": 0},
+    {"type": "number", "minimum": 0.1, "exclusiveMinimum": 0, "maximum": 0.5},
+    {"type": "number", "exclusiveMinimum": 0.5, "maximum": 0.7},
+    {"type": "number", "exclusiveMinimum": 1, "maximum": 2},
+    {"const": 0.3, "exclusiveMinimum": 0, "maximum": 0.5},
+    {"type": "string", "exclusiveMinimum": 0, "maximum": 0.5},
+    {"type": ["integer", "null"], "exclusiveMinimum": 0, "exclusiveMaximum": 0.9},
+    {"anyOf": [{"type": "number", "exclusiveMinimum": 5}, {"type": "string"}]},
+    {"$ref": "#/$defs/a/~1", "$defs": {"a": {"/": True}}, "allOf": 3, "anyOf": [True]},
     {"enum": [{"exclusiveMinimum": 0, "maximum": 0.5}]},
     {"properties": {"exclusiveMinimum": {"type": "integer"}}},
 ]

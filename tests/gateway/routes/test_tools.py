@@ -157,7 +157,7 @@ async def test_without_a_use_for_tools_there_is_no_grammar(tmp_path: Path) -> No
         (RESPONSES, {"tools": [FLAT[0] | {"parameters": {"not": {}}, "strict": True}]}, "tools[0].parameters/not: "),
         (CHAT, {"tools": [function("f", parameters={"type": "array"})]}, "tools[0].function.parameters: must describe"),
         (MESSAGES, {"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "[0].input_schema: must describe"),
-        (RESPONSES, {"tools": [FLAT[0] | {"parameters": {"type": ["object"]}}]}, "tools[0].parameters: must describe"),
+        (RESPONSES, {"tools": [FLAT[0] | {"parameters": {"type": ["array"]}}]}, "tools[0].parameters: must describe"),
         (RESPONSES, {"tools": FLAT, "tool_choice": {"type": "function", "name": "mul"}}, "names 'mul'"),
         (RESPONSES, {"tool_choice": "required"}, "tool_choice needs tools"),
         (CHAT, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "mul"}}}, "names 'mul'"),

@@ -36,7 +36,6 @@ from pagoda_worker.rows.batch import Batch
 from pagoda_worker.step.runner import ModelRunner
 
 DEMO = Path(pagoda.__file__).parent / "demo_model"
-TEXT_PART = {"type": "text", "text": "AB"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=0, ignore_eos=True)
 
 
@@ -224,25 +223,6 @@ def test_chat_uses_the_models_template(text: ModelText) -> None:
 def test_chat_refuses_options_that_the_template_does_not_read(text: ModelText) -> None:
     with pytest.raises(TypeError, match="unexpected option 'nonsense'"):
         LLM(wired(text)).chat([{"role": "user", "content": "a"}], GREEDY, nonsense=3)
-
-
-@pytest.mark.parametrize(
-    ("messages", "param"),
-    [
-        ([{"role": "user", "content": [TEXT_PART, {"type": "image_url", "image_url": {"url": "x"}}]}],
-         "messages[0].content[1]"),
-        ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
-        ([{"role": "usr", "content": "x"}], "messages[0].role"),
-        ([{"role": "user", "contnt": "x"}], "messages[0].contnt"),
-        ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
-        ({"role": "user", "content": "x"}, "messages"), ("hello", "messages"), ([[]], "messages"),
-        ([{"role": "user", "content": object()}], "messages"),
-    ],
-)  # fmt: skip
-def test_messages_are_held_to_what_http_takes(text: ModelText, messages: Any, param: str) -> None:
-    with pytest.raises(PagodaError) as caught:
-        LLM(wired(text)).chat(messages, GREEDY)
-    assert caught.value.param == param
 
 
 def test_what_is_no_sampling_params_is_refused(llm: LLM) -> None:

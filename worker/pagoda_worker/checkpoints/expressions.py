@@ -16,11 +16,24 @@ MAX_CHARS = 512
 NAME_CHARS = 64  # about
 MAX_WAYS = 1 << 20  # to read all expressions of a field
 # Groups that are more than groups or looks around, backreferences, repetitions of what repeats.
-_STRANGE = re.compile(r"\(\?(?!:|<?[=!])|\\[0-9]|[)}][*+{]|[*+?}][*+{]")
+_STRANGE = re.compile(r"\(\?(?!:|<?[=!]|P<)|\\[0-9]|[)}][*+{]|[*+?}][*+{]")
+
+_MARKS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)  # what is escaped, or in a class, is none
+
+
+def sides(expression: str) -> list[str]:
+    """The alternatives that it is as a whole: of these one is tried after the other."""
+    depth, begin, found = 0, 0, []
+    for mark in _MARKS.finditer(expression):
+        depth += (mark.group() == "(") - (mark.group() == ")")
+        if mark.group() == "|" and depth == 0:
+            found.append(expression[begin : mark.start()])
+            begin = mark.end()
+    return [*found, expression[begin:]]
 
 
 def ways(expression: str) -> float:
-    """How many ways there are to read it, at most."""
+    """How many ways there are to read it, at most, if it is one side."""
     plain = expression.replace("(?:", "(")
     repeats, sides, places = sum(map(plain.count, "*+{")), plain.count("|"), plain.count("(") + 1
     return math.comb(NAME_CHARS + repeats, repeats) * 2.0 ** plain.count("?") * (1 + sides / places) ** places
@@ -33,7 +46,7 @@ def compiled(expressions: Sequence[str], around: str = "{}") -> list[re.Pattern[
         ValueError: one is not a regular expression, or they might take long together.
     """
     strange = [one for one in expressions if len(one) > MAX_CHARS or _STRANGE.search(one)]
-    if strange or sum(ways(around.replace("{}", one)) for one in expressions) > MAX_WAYS:
+    if strange or sum(ways(around.replace("{}", side)) for one in expressions for side in sides(one)) > MAX_WAYS:
         worst = (strange or sorted(expressions, key=ways)[-1:])[0]
         rule = f"patterns have up to {MAX_CHARS} characters, few repetitions, alternatives and options, none nested"
         raise ValueError(f"{rule}, and no backreferences, got {worst[:80]!a}")
