@@ -69,5 +69,5 @@ def hint(name: str, ours: Iterable[str], spell: Callable[[str], str] = str) -> s
             return f"; here it is {spell(RENAMED[candidate])}"
         if candidate in ABSENT:
             return f"; {ABSENT[candidate]}"
-    near = [one for one in difflib.get_close_matches(plain, known, n=2) if one != plain]
+    near = [one for one in difflib.get_close_matches(plain, known, n=2) if spell(one) != name]
     return f"; did you mean {spell(near[0])}?" if near else ""
