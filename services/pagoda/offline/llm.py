@@ -84,7 +84,7 @@ class LLM:
             logits_processors: For all prompts, or one or None for each: a function of a choice's output tokens and the
                 logits that follow them (numpy, [vocab_size] float32), to those to choose from. What it returns is taken
                 for the model's own: all other parameters come after it, and log-probabilities are of it.
-            lora_request: An adapter for all prompts: a name of `lora_modules`, or as vLLM has it.
+            lora_request: An adapter for all prompts: a name of `lora_modules`, or as vLLM has it, below `lora_dir`.
 
         Returns:
             One output per prompt, in the order of the prompts.

@@ -33,3 +33,4 @@ def test_a_name_is_answered_by_what_was_meant(name: str, said: str) -> None:
 
 def test_nothing_is_offered_that_this_command_does_not_have() -> None:
     assert hint("max_num_seqs", ["port"]) == ""
+    assert hint("config", ["config", "port"]) == "", "it is known, and has no place here"
