@@ -24,7 +24,7 @@ class EngineConfig:
         "", "ZMQ address for workers: ipc:///path or tcp://host:port (loopback only)", required=True
     )
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
-    max_model_len: int = option(0, "longest prompt plus output; 0 takes the workers' own limit")
+    max_model_len: int = option(0, "longest prompt plus output; 0 takes the workers' own limit", unset=0, least=2)
     max_tokens_per_step: int = option(
         DEFAULT_MAX_TOKENS_PER_STEP, "most tokens computed in one step of a worker", least=1, most=2**20
     )
@@ -71,7 +71,7 @@ class EngineConfig:
     metrics_host: str = option(LOOPBACK, "address that the metrics port listens on; the page asks for no key")
 
     def __post_init__(self) -> None:
-        check(self, chain(self._ladder_problems(), self._metrics_problems(), self._length_problems()))
+        check(self, chain(self._ladder_problems(), self._metrics_problems()))
 
     def patience_s(self, asked_s: float) -> float:
         """How long a new request may wait: as long as it asks for, 0 for as long as it may, and no longer than that."""
@@ -82,11 +82,6 @@ class EngineConfig:
             yield Problem(
                 "metrics_host", f"metrics_host needs a metrics_port, got {self.metrics_host[:64]!a} without one"
             )
-
-    def _length_problems(self) -> Iterator[Problem]:
-        if self.max_model_len == 1:
-            rule = "must be at least 2, for a prompt's token and one of an answer"
-            yield Problem("max_model_len", f"max_model_len {rule}, got 1")
 
     def _ladder_problems(self) -> Iterator[Problem]:
         """Whoever waits, waits longer than what it waits for can take (see `pagoda_proto.times`)."""

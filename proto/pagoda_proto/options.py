@@ -19,6 +19,7 @@ TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 
 class Rule(NamedTuple):
     """What an option's value must be: a number from `least` to `most`, or one of `words`; any text without either.
+    `unset` is a number beside those that stands for what nobody said.
 
     `required`: a process that stands alone cannot do without it. `secret`: it is shown nowhere, and goes to a
     process by its environment, which only its owner can read, never by a flag. `several`: a flag may have several
@@ -27,6 +28,7 @@ class Rule(NamedTuple):
 
     least: float | None = None
     most: float | None = None
+    unset: float | None = None
     words: tuple[str, ...] = ()
     required: bool = False
     secret: bool = False
@@ -37,8 +39,11 @@ class Rule(NamedTuple):
         if self.words and value not in self.words:
             empty = "empty or " if "" in self.words else ""
             return f"must be {empty}one of {', '.join(filter(None, self.words))}, got {value!r:.100}"
-        if self.least is not None and self.most is not None and not self.least <= value <= self.most:  # nan is not
-            return f"must be between {_spelt(self.least)} and {_spelt(self.most)}, got {value!s:.200}"
+        if self.least is None or self.most is None or value == self.unset:
+            return ""
+        if not self.least <= value <= self.most:  # nan is not
+            unset = "" if self.unset is None else f"{_spelt(self.unset)} or "
+            return f"must be {unset}between {_spelt(self.least)} and {_spelt(self.most)}, got {value!s:.200}"
         return ""
 
 

@@ -35,5 +35,5 @@ def test_a_host_for_metrics_needs_their_port() -> None:
 
 
 def test_a_model_length_that_no_request_fits_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_model_len must be at least 2"):
+    with pytest.raises(ValueError, match="max_model_len must be 0 or between 2 and 2147483647, got 1"):
         EngineConfig(max_model_len=1)

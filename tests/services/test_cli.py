@@ -55,7 +55,7 @@ def test_serve_has_the_flags_people_know() -> None:
         (("bench", "serve", "--base-ur=x"), "unrecognized arguments: --base-ur; did you mean --base-url?"),
         (("serve", "--ping-interval-s", "0.01"), "ping_interval_s must be 0 or at least 0.1, got 0.01"),
         (("serve", "--drain-timeout-s", "-1"), "drain_timeout_s must be between 0 and 1000000, got -1.0"),
-        (("serve", "--max-model-len", "-5"), "max_model_len must be between 0 and 2147483647, got -5"),
+        (("serve", "--max-model-len", "-5"), "max_model_len must be 0 or between 2 and 2147483647, got -5"),
         (("doctor", "--port", "99999"), "argument --port: must be between 0 and 65535, got 99999"),
         (("engine-core",), "--listen is needed (PAGODA_LISTEN or listen in the settings file)"),
         (("worker",), "--engine is needed (PAGODA_ENGINE or engine in the settings file)"),

@@ -68,13 +68,13 @@ class WorkerConfig:
     swap_space_gib: float = option(
         AUTO_SWAP_SPACE,
         "host memory where preempted choices keep their KV blocks; -1: 4 (or less) on a GPU, none on a CPU",
-        least=AUTO_SWAP_SPACE,
+        unset=AUTO_SWAP_SPACE,
     )
     gpu_memory_utilization: float = option(
         0.9, "share of a GPU's memory that may be in use; sizes the KV cache there", least=0.01, most=1
     )
     enforce_eager: bool = option(False, "on a GPU, launch every operation of a decode step instead of recorded graphs")
-    max_model_len: int = option(0, "longest prompt plus output; 0 takes the model's own limit")
+    max_model_len: int = option(0, "longest prompt plus output; 0 takes the model's own limit", unset=0, least=2)
     max_rows: int = option(256, "most choices at once", least=1, most=2**20)
     max_tokens_per_step: int = option(
         DEFAULT_MAX_TOKENS_PER_STEP, "most tokens one step may compute", least=1, most=2**20
@@ -137,14 +137,8 @@ def _further_problems(config: WorkerConfig) -> Iterator[Problem]:
         read_lora_modules(config.lora_modules)
     except ValueError as error:
         yield Problem("lora_modules", str(error))
-    if config.max_model_len == 1:
-        rule = "must be at least 2, for a prompt's token and one of an answer"
-        yield Problem("max_model_len", f"max_model_len {rule}, got 1")
     if config.block_size % 16:
         yield Problem("block_size", f"block_size must be a multiple of 16, got {config.block_size}")
-    if AUTO_SWAP_SPACE < config.swap_space_gib < 0:
-        rule = "must not be negative, or -1 for the default"
-        yield Problem("swap_space_gib", f"swap_space_gib {rule}, got {config.swap_space_gib}")
     if bool(config.draft_model) != (config.speculation == "draft-model"):
         yield Problem("draft_model", "draft_model and speculation=draft-model go together")
     if config.draft_vocab_size and not config.draft_model:

@@ -69,7 +69,7 @@ class FunctionCallItem(Body):
     status: State = None
     namespace: None = None
     caller: None = None
-    async_: Literal[False] | None = Field(None, validation_alias=AliasChoices("async", "async_"))
+    async_: Literal[False] | None = Field(None, validation_alias=AliasChoices("async", "async_"), exclude=True)
 
 
 class FunctionOutputItem(Body):

@@ -98,10 +98,10 @@ class LLM:
             sampling_params = self._local.default_params()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(given)
-        if len(sampling_params) != len(given) or not all(isinstance(one, SamplingParams) for one in sampling_params):
-            count = f"{len(sampling_params)} {type(next(iter(sampling_params), None)).__name__} for {len(given)}"
-            message = f"one SamplingParams for all prompts or one for each is needed; got {count}"
-            raise InvalidParams([Problem("sampling_params", message)])
+        several = sampling_params if isinstance(sampling_params, Sequence) else ()
+        if len(several) != len(given) or not all(isinstance(one, SamplingParams) for one in several):
+            message = f"one SamplingParams for all prompts or one for each is needed; got {sampling_params!r:.64}"
+            raise InvalidParams([Problem("sampling_params", f"{message} for {len(given)}")])
         if logits_processors is not None:
             sampling_params = _processed(sampling_params, logits_processors)
         return self._run(self._open(given, sampling_params, self._local.adapter(lora_request)), use_tqdm)

@@ -30,7 +30,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 EXIT_OK, EXIT_CRASH, EXIT_CONFIG, EXIT_UNREACHABLE = 0, 1, 2, 3
 LONGEST_WHY = 1000  # an event must fit into a pipe at once
 UP_EVENTS = frozenset({"listening", "loaded", "ready"})
-# The last when a terminal is closed, unless nohup has it ignored; a shell may send that twice.
+# The last when a terminal is closed, unless nohup has it ignored.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT) + (
     () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 )
@@ -114,9 +114,14 @@ async def _beat(report: StatusPipe) -> None:
         await asyncio.sleep(times.CHILD_BEAT_S)
 
 
+def insists(signum: int) -> bool:
+    """Whether a signal that is sent again is to end us at once."""
+    return signum != signal.SIGHUP  # of which a shell and the kernel both tell
+
+
 def stop_on(stop: threading.Event | asyncio.Event, signum: int) -> None:
     """Have it stop in order; a signal that is sent again ends it at once."""
-    if stop.is_set() and signum != signal.SIGHUP:
+    if stop.is_set() and insists(signum):
         os._exit(EXIT_CRASH)
     stop.set()
 

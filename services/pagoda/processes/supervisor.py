@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
-from pagoda.processes.process import EXIT_CONFIG, EXIT_CRASH, EXIT_OK, STOP_SIGNALS, UP_EVENTS
+from pagoda.processes.process import EXIT_CONFIG, EXIT_CRASH, EXIT_OK, STOP_SIGNALS, UP_EVENTS, insists
 from pagoda.processes.restarts import Lives, Pauses
 from pagoda_proto import times
 from pagoda_proto.times import StallGuard
@@ -109,10 +109,8 @@ class Supervisor:
         return EXIT_CRASH if self._killing.is_set() else self._verdict
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
-        """Ask for an orderly stop; asked again, everything is killed, unless it is by the terminal that was closed."""
-        if self._stopping.is_set() and signum == signal.SIGHUP:
-            return
-        if self._stopping.is_set():
+        """Ask for an orderly stop; asked again by who insists, everything is killed."""
+        if self._stopping.is_set() and insists(signum):
             self._killing.set()
         else:
             log.info("stopping; a second signal kills everything at once")

@@ -385,7 +385,8 @@ def _property(option: Option) -> dict[str, Any]:
     rule = option.rules[0]
     bounds = {"minimum": rule.least, "maximum": rule.most, "enum": list(rule.words) or None}
     said = {"type": names[option.type], "default": option.defaults[0], "description": option.help}
-    return said | {name: bound for name, bound in bounds.items() if bound is not None}
+    told = {name: bound for name, bound in bounds.items() if bound is not None}
+    return said | (told if rule.unset is None else {"anyOf": [{"const": rule.unset}, told]})
 
 
 def child_environment(**extra: str) -> dict[str, str]:

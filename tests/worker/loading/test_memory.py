@@ -145,7 +145,7 @@ def test_more_than_a_cpu_has_is_refused_by_its_name(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_model_length_that_no_request_fits_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_model_len must be at least 2"):
+    with pytest.raises(ValueError, match="max_model_len must be 0 or between 2 and 2147483647, got 1"):
         WorkerConfig(max_model_len=1)
 
 
@@ -181,7 +181,7 @@ def test_a_draft_model_s_blocks_are_swapped_beside_the_model_s() -> None:
 
 @pytest.mark.parametrize("gib", [-0.5, -2.0])
 def test_swap_space_is_not_negative(gib: float) -> None:
-    with pytest.raises(ValueError, match=r"swap_space_gib must (not be negative|be between -1 and)"):
+    with pytest.raises(ValueError, match=r"swap_space_gib must be -1 or between 0 and 1000000"):
         config_of(swap_space_gib=gib)
 
 
