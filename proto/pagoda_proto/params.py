@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
-from uuid import UUID
 
 import msgspec
 
@@ -153,8 +150,6 @@ def _usual(hint: Any) -> frozenset[type]:
 
 # Of each its name, what it usually is, what it may be, and the kind of list, of which an empty one is usual.
 _USUAL = tuple((name, _usual(hint), hint, get_origin(hint)) for name, hint in get_type_hints(SamplingParams).items())
-# They would become text, or numbers that no bound is compared with.
-_NO_PARAMETERS = (bytes, bytearray, memoryview, Decimal, UUID, datetime, date, time, timedelta)
 
 
 def _settled(p: SamplingParams) -> Iterator[Problem]:
@@ -165,8 +160,7 @@ def _settled(p: SamplingParams) -> Iterator[Problem]:
             continue
         try:
             value = value if usual else _listed(value, kind)
-            plain = msgspec.to_builtins(value, builtin_types=_NO_PARAMETERS, enc_hook=_number)
-            msgspec.structs.force_setattr(p, name, msgspec.convert(plain, hint))
+            msgspec.structs.force_setattr(p, name, _converted(value, hint))
         except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
             yield Problem(name, f"is of the wrong type: {error}")
     if isinstance(p.top_k, int) and p.top_k == -1:
@@ -186,13 +180,22 @@ def _listed(value: Any, kind: Any) -> Any:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, bytes) else value
 
 
-def _number(value: Any) -> Any:
-    """Of numpy, torch, or a class derived from float."""
+def _converted(value: Any, hint: Any) -> Any:
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        return msgspec.convert(_plain(value), hint)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy, of torch, or of a class derived from float, also those in lists, as plain ones."""
     if callable(plain := getattr(value, "tolist", None)):
         return plain()
-    if isinstance(value, float):
-        return float(value)
-    raise TypeError(f"got {type(value).__name__}")
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {_plain(name): _plain(item) for name, item in value.items()}
+    return float(value) if isinstance(value, float) else value
 
 
 def _at_most(name: str, what: str, count: int, limit: int) -> Iterator[Problem]:
