@@ -18,7 +18,7 @@ NOTHING_FITS = "NoExtensionBias"  # in its words
 
 def located(problem: str, grammar: str) -> str:
     """The problem, with the JSON pointer of the keyword that it is about before it, if it is about one."""
-    if problem == NOTHING_FITS:
+    if problem.startswith(NOTHING_FITS):
         return f"the compiler finds nothing that fits it, or no way to begin ({NOTHING_FITS})"
     found = _UNKNOWN.search(problem)
     if found is None:

@@ -206,3 +206,9 @@ def test_what_raises_about_a_grammar_is_its_verdict_and_the_next_is_checked(monk
         assert odd.error is not None
         assert (odd.error.code, odd.error.param, odd.final) == (ErrorCode.INTERNAL, "grammar", False)
         assert asking(GOOD[0]) == Verdict(None, final=True)
+
+
+def test_what_nothing_fits_and_a_bound_that_leaks_are_said_in_words(ask: Ask) -> None:
+    assert "nothing that fits it" in told(ask(grammars.json_schema({"$ref": "#"})))
+    leaking = {"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}
+    assert "/exclusiveMinimum: a whole number" in told(ask(grammars.json_schema(leaking)))
