@@ -19,6 +19,7 @@ import gc
 import heapq
 import itertools
 import json
+import math
 import random
 import statistics
 import sys
@@ -209,7 +210,7 @@ class Groups:
     def now(self) -> float:
         return time.thread_time() + self._skipped_s - self.own_s
 
-    def send(self, epoch: int, message: ToExecutor) -> None:
+    def send(self, epoch: int, message: ToExecutor, deadline_s: float = math.inf) -> None:
         began = time.thread_time()
         now = self.now()
         if not isinstance(message, StepPlan):

@@ -81,8 +81,7 @@ class EngineCore:
         self._totals: Counter[str] = Counter()
         self._progress_at = self.passed_at = self._expired_at = self._audited_at = clock()
         self._guard = StallGuard(IDLE_WAIT_S, clock())
-        self._engine_id = engine_id or secrets.token_hex(8)
-        self._load = Load(engine_id=self._engine_id)
+        self._load = Load(engine_id=engine_id or secrets.token_hex(8))
         self._listeners: list[Callable[[], None]] = []
 
     # --- any thread --------------------------------------------------------------------------------------------------
@@ -156,8 +155,11 @@ class EngineCore:
         busy = self._inbox.drain(now)
         busy |= self._plan(now)
         self._publish(busy or self.idle)
+        held_up_s = self._guard.tick(self._clock())
         events = self._executor.wait(max(0.0, min(timeout_s, self._router.next_after(now) - self._clock())))
-        if held_up_s := self._guard.tick(now := self._clock()):  # before answers are taken for as late as they come
+        waited_s = self._guard.tick(now := self._clock())
+        held_up_s += waited_s if self._executor.concurrent else 0.0  # elsewhere that was the time of a step
+        if held_up_s:  # before answers are taken for as late as they come
             self._router.forgive(held_up_s, now)
             self.admission.forgive(held_up_s, now)
         for event in events:
@@ -192,8 +194,7 @@ class EngineCore:
             planned = True
 
     def _plan_next(self, epoch: int, now: float) -> None:
-        """A worker has answered: unless there is somebody to be placed first, its next step need not wait for what the
-        others have answered."""
+        """Its next step need not wait for what other workers have answered, unless somebody is to be placed first."""
         worker = self._router.workers.get(epoch)
         if worker is not None and worker.next_at <= now and not (self._router.anybody_waits or len(self._inbox)):
             self._plan_step(worker, now)
@@ -216,7 +217,7 @@ class EngineCore:
     def _plan_step(self, worker: Worker, now: float) -> bool:
         plan = self._asked(worker, partial(worker.scheduler.schedule, now), now)
         if plan is not None:
-            self._executor.send(worker.epoch, plan)
+            self._executor.send(worker.epoch, plan, worker.pace.deadline_s(plan.num_tokens))
             worker.pace.asked(plan.num_tokens, now)
             self._observer.planned(plan.num_tokens)
         return plan is not None
@@ -242,19 +243,19 @@ class EngineCore:
             worker.scheduler.apply(event.result, now, news)
             num_tokens = self._router.stepped(worker, event.result.elapsed_s, now)
         except Exception as error:  # noqa: BLE001 - as in `_asked`, unless the worker answered what it was not asked
-            self._told(worker, news, now)
+            self._take_news(worker, news, now)
             self._reset(worker, LeaveCause.RESET if isinstance(error, PagodaError) else LeaveCause.UNPLANNED, now)
             return
         self._progress_at = now
         self._totals["steps"] += 1
         self._observer.stepped(event.result.elapsed_s, event.result.forward_s)
-        self._told(worker, news, now)
+        self._take_news(worker, news, now)
         self.admission.served(num_tokens, now, busy=len(self._answers) > 0, crowded=self._router.crowded)
         for usage in (delta.usage for delta in news.deltas if delta.usage is not None):
-            self.admission.ended(usage.output_tokens)
+            self.admission.note_length(usage.output_tokens)
 
-    def _told(self, worker: Worker, news: News, now: float) -> None:
-        self._router.ended(worker, news.deltas)
+    def _take_news(self, worker: Worker, news: News, now: float) -> None:
+        self._router.note_endings(worker, news.deltas)
         self._answers.emit_news(news, now)
 
     def _join(self, event: WorkerJoined, now: float) -> None:
@@ -269,8 +270,7 @@ class EngineCore:
             deltas = self._router.leave(left, now)
         except Exception:  # its state is too broken to be taken back; its requests end here
             log.exception("the requests of epoch %d cannot be taken back", left.epoch)
-            lost = [request for name, request in worker.requests.items() if not self._router.is_waiting(name)]
-            deltas = [delta for request in lost for delta in request.lose_track(now)]
+            deltas = self._router.lose_track(worker, now)
         self._answers.emit(deltas, now)
         self.admission.interrupted()
 
@@ -308,13 +308,12 @@ class EngineCore:
 
     def _admit(self, submission: Submission, now: float) -> None:
         try:
-            running = self._answers.get(submission.request_id)
-            num_waiting, num_tokens = self._router.num_waiting, self._router.queued_tokens
-            request = self.admission.admit(submission, running, num_waiting, num_tokens, now)
+            known = self._answers.get(submission.request_id)
+            request = self.admission.admit(submission, known, self._router.num_waiting, self._router.queued_tokens, now)
             if request is None:
                 return
             self._router.check_fits(request)
-            if running is None and self._router.must_wait(ahead := self._router.ahead_of(request)):
+            if known is None and self._router.must_wait(ahead := self._router.ahead_of(request)):
                 self.admission.check_wait(request, ahead)
         except PagodaError as error:
             self._reject(submission, error)
@@ -323,7 +322,7 @@ class EngineCore:
             log.exception("cannot admit request %r", submission.request_id)
             self._reject(submission, PagodaError(ErrorCode.INTERNAL, f"cannot admit this request: {error}"))
             return
-        if running is not None:
+        if known is not None:
             self._end(submission.request_id, (), now)
         request.number_streams(self._answers.accept(submission))
         try:
@@ -350,7 +349,7 @@ class EngineCore:
         if verdict.error is None:
             return self._admit_held(waited, now)
         for held in waited:
-            self._reject(held.submission, verdict.error)
+            self._reject(held.submission, verdict.error.anew())
 
     def _reject(self, submission: Submission, error: PagodaError) -> None:
         retry_after_s, router = 0.0, self._router
@@ -393,7 +392,8 @@ class EngineCore:
         self._answers.publish()
         while self._answers.failed:
             self._abandon(self._answers.failed.pop(), self._clock())
-        load = views.load_of(self._engine_id, self._config.policy, self._router, self.admission) if load_too else None
+        engine_id, policy = self._load.engine_id, self._config.policy
+        load = views.load_of(engine_id, policy, self._router, self.admission) if load_too else None
         if load not in (None, self._load):
             self._load = load
             for listener in self._listeners:

@@ -108,6 +108,11 @@ class PagodaError(Exception):
     def status(self) -> Status:
         return STATUS[self.code]
 
+    def anew(self, retry_after_s: float = 0.0) -> PagodaError:
+        """The same failure for somebody else, as one that was kept must be: each time an exception is raised, it holds
+        more frames, and whatever they hold."""
+        return PagodaError(self.code, self.message, self.param, retry_after_s or self.retry_after_s)
+
 
 class InvalidParams(PagodaError):
     """All problems of a request at once, so that a client mends them in one go."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -120,6 +121,7 @@ class ScriptedExecutor:
         self.plans: dict[int, deque[StepPlan]] = {}
         self.runners: dict[int, FakeRunner] = {}
         self.worked_s = 0.0  # what workers say that a step took
+        self.deadlines_s: list[float] = []  # of the plans that were sent
         self.waits_s: list[float] = []  # how long the engine core would have waited, each time
         self.closed = False
         self.lives: list[WorkerInfo] = []  # further ones, to be looked at only
@@ -148,10 +150,11 @@ class ScriptedExecutor:
     def answer_all(self) -> bool:
         return sum(self.answer(epoch) for epoch in self.plans) > 0
 
-    def send(self, epoch: int, message: ToExecutor) -> None:
+    def send(self, epoch: int, message: ToExecutor, deadline_s: float = math.inf) -> None:
         self.sent.append((epoch, message))
         if isinstance(message, StepPlan) and epoch in self.plans:  # to a life that is over it goes nowhere
             self.plans[epoch].append(message)
+            self.deadlines_s.append(deadline_s)
 
     def wait(self, timeout_s: float) -> list[ExecutorEvent]:
         self.waits_s.append(timeout_s)

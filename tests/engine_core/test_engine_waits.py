@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 
 import pytest
@@ -14,12 +15,14 @@ from tests.fakes import make_pool_record, make_record
 
 from pagoda_engine_core.dispatch.answers import Full
 from pagoda_engine_core.dispatch.fairness import Fairness
+from pagoda_engine_core.dispatch.pace import FIRST_STEPS
 from pagoda_engine_core.dispatch.waiting import Rank, WaitingQueue
 from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.workers.executor import LeaveCause, WorkerLeft
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.pooling.params import EMBED
+from pagoda_proto.times import STEP_DEADLINE_LEAST_S
 
 STEP_S = 0.2
 
@@ -170,6 +173,20 @@ def test_a_worker_under_whom_the_machine_slept_has_its_share_afterwards(slept: s
         work(bench, lambda: all(name in bench.sink.endings for name in more))  # noqa: B023 - it is called at once
     one, two = (bench.executor.runners[epoch].tokens_computed - was for epoch, was in zip((1, 2), before, strict=True))
     assert one > two / 3
+
+
+def test_a_worker_whose_pace_is_known_is_given_no_more_time_than_that_allows() -> None:
+    """Nor any more after the machine was asleep."""
+    bench = Bench()
+    bench.executor.join(1, make_hello())
+    bench.submit(make_record(max_tokens=FIRST_STEPS + 10))
+    work(bench, lambda: len(bench.executor.deadlines_s) > FIRST_STEPS + 2)
+    assert bench.executor.deadlines_s[0] == math.inf
+    assert bench.executor.deadlines_s[-1] == STEP_DEADLINE_LEAST_S
+    bench.executor.answer_all()
+    bench.clock.advance(600.0)
+    work(bench, lambda: bench.engine.idle)
+    assert bench.executor.deadlines_s[-1] == STEP_DEADLINE_LEAST_S
 
 
 def test_a_requests_own_time_is_what_counts() -> None:

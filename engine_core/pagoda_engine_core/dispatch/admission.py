@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.answers import Draining, Full, Sink, Submission
+from pagoda_engine_core.dispatch.throughput import Throughput
 from pagoda_engine_core.dispatch.waiting import Ahead
 from pagoda_engine_core.grammars.checker import Verdict
 from pagoda_engine_core.scheduling.request import Request
-from pagoda_engine_core.workers.pace import Throughput
 from pagoda_proto.adapters.identity import adapter_problems
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
@@ -193,7 +193,7 @@ class Admission:
         self._throughput.served(num_tokens, now, busy=busy)
         self._crowded.served(num_tokens, now, busy=crowded)
 
-    def ended(self, num_output_tokens: int) -> None:
+    def note_length(self, num_output_tokens: int) -> None:
         """A request has yielded so many tokens."""
         self._num_ended += 1
         weight = max(1 / self._num_ended, LEAST_WEIGHT)
@@ -233,7 +233,7 @@ class Admission:
         self._verdicts.move_to_end(name)
         error = self._verdicts[name]
         if error is not None:
-            raise error
+            raise error.anew()
         return True
 
     def _check_model(self, submission: Submission) -> None:

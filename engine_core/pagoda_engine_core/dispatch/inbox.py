@@ -31,7 +31,7 @@ class Inbox:
             if self.closed:
                 return False
             self._items.append(item)
-        self._wake()
+            self._wake()  # in here: once we are closed, what it writes to may be somebody else's
         return True
 
     def call(self, function: Callable[[], T]) -> Future[T]:

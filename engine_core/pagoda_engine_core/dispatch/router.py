@@ -21,6 +21,7 @@ from functools import partial
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.fairness import Fairness
+from pagoda_engine_core.dispatch.pace import Pace
 from pagoda_engine_core.dispatch.suspicion import blame, is_suspect, relieve
 from pagoda_engine_core.dispatch.waiting import Ahead, QueuedRequest, Rank, WaitingQueue
 from pagoda_engine_core.dispatch.worker import Worker
@@ -30,7 +31,6 @@ from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_engine_core.workers.executor import LeaveCause, WorkerLeft
-from pagoda_engine_core.workers.pace import Pace
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta
 from pagoda_proto.steps import Hello
@@ -97,6 +97,11 @@ class Router:
             deltas += self._guarded(request, partial(taken_back, request), now)
         return deltas
 
+    def lose_track(self, worker: Worker, now: float) -> list[Delta]:
+        """End what a worker that has left held and what could not be taken back."""
+        lost = [request for name, request in worker.requests.items() if not self.is_waiting(name)]
+        return [delta for request in lost for delta in request.lose_track(now)]
+
     def _give_up_or_queue(self, request: Request, unproven: bool, now: float) -> list[Delta]:
         if unproven and request.deaths >= self._config.max_attempts:
             message = f"{request.deaths} workers were lost while they computed this request, and it made no token"
@@ -150,7 +155,7 @@ class Router:
         """End some choices, or all; unknown ids do nothing."""
         worker = self.holder(request_id)
         if worker is not None:
-            return self.ended(worker, worker.scheduler.abort(request_id, choices, now))
+            return self.note_endings(worker, worker.scheduler.abort(request_id, choices, now))
         request = self._queue.get(request_id)
         if request is None:
             return []
@@ -160,13 +165,13 @@ class Router:
             request.let_go()
         return deltas
 
-    def ended(self, worker: Worker, deltas: list[Delta]) -> list[Delta]:
+    def note_endings(self, worker: Worker, deltas: list[Delta]) -> list[Delta]:
         """Note which of a worker's requests the deltas end, and pass them on; and whether its suspect is none now."""
         for delta in deltas:
             if delta.ends_request and (request := worker.requests.pop(delta.request_id, None)):
                 self._fairness.charge([request])
                 request.let_go()
-                worker.ended += 1
+                worker.num_ended += 1
         suspect = worker.requests.get(worker.suspect)
         if suspect is None or not is_suspect(suspect):
             worker.suspect = ""
@@ -236,7 +241,7 @@ class Router:
         """Whether a new request behind those begins only when others have ended."""
         ready = self._ready()
         rows = sum(self._max_rows(worker) - worker.scheduler.num_rows for worker in ready)
-        places = min(rows, sum(worker.ended for worker in ready)) if self.crowded else rows
+        places = min(rows, sum(worker.num_ended for worker in ready)) if self.crowded else rows
         return ahead.num_requests >= places
 
     def _ready(self) -> list[Worker]:
@@ -251,7 +256,7 @@ class Router:
         leave, if it can; otherwise it stays there."""
         deltas: list[Delta] = []
         for epoch, room in rooms.items():
-            self.workers[epoch].short, self.workers[epoch].ended = room.full, 0
+            self.workers[epoch].short, self.workers[epoch].num_ended = room.full, 0
         rooms = {epoch: room for epoch, room in rooms.items() if not room.full}
         if self.anybody_waits:
             self._fairness.charge(itertools.chain.from_iterable(w.requests.values() for w in self.workers.values()))
@@ -320,7 +325,7 @@ class Router:
         self._fairness.charge([request])
         if is_suspect(request):
             worker.suspect = request.request_id
-        return self.ended(worker, worker.scheduler.add(request, now))
+        return self.note_endings(worker, worker.scheduler.add(request, now))
 
     def _drop(self, request: Request, now: float) -> list[Delta]:
         """End a request that broke something, wherever it is by now."""
@@ -328,7 +333,9 @@ class Router:
             self._queue.remove(request.request_id)
         for worker in self.workers.values():
             worker.forget(request.request_id)
-        return request.fail(ErrorCode.INTERNAL, "the engine core cannot place this request", now)
+        deltas = request.fail(ErrorCode.INTERNAL, "the engine core cannot place this request", now)
+        request.let_go()
+        return deltas
 
     # --- numbers -----------------------------------------------------------------------------------------------------
 

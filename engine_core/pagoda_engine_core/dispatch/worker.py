@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from pagoda_engine_core.dispatch.pace import WEIGHT, Pace
 from pagoda_engine_core.dispatch.suspicion import is_suspect
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_engine_core.workers.executor import WorkerState
-from pagoda_engine_core.workers.pace import WEIGHT, Pace
 from pagoda_proto.steps import Hello
 
 RUNNING_REQUEST_COST_TOKENS = 32
@@ -37,7 +37,7 @@ class Worker:
     pace: Pace = field(default_factory=Pace)
     served: int = 0  # tokens of requests, prompt and output, up to the last step
     short: bool = False  # it had no room left for somebody who still waits
-    ended: int = 0  # requests since, whose places are given away when its next step is planned
+    num_ended: int = 0  # requests since, whose places are given away when its next step is planned
     unaudited: bool = False  # it has worked since its books were last audited
     leave_by: float | None = None  # when it must be rid of its requests, once it is to leave
 

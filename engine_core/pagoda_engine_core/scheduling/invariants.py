@@ -12,8 +12,8 @@ from pagoda_engine_core.scheduling.blocks import BlockPool, Group, Table, requir
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.plan import Flight
-from pagoda_engine_core.scheduling.policy import OrderedChoices, Rows
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
+from pagoda_engine_core.scheduling.rows import OrderedChoices, Rows
 from pagoda_proto.steps import NO_BLOCK
 
 

@@ -196,6 +196,7 @@ class PlanBuilder:
     def __init__(self, budget: Budget, num_groups: int = 1) -> None:
         self.budget = budget
         self.reserved_blocks = [0] * num_groups
+        self.preempted = False  # somebody had to give up his blocks
         self._new_rows: list[NewRow] = []
         self._append_blocks: list[AppendBlocks] = []
         self._replace_blocks: list[ReplaceBlock] = []

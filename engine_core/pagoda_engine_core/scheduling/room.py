@@ -14,8 +14,8 @@ from typing import NamedTuple
 from pagoda_engine_core.scheduling.kv_cache import Counts, KvCache, exceeds, less
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.plan import Budget
-from pagoda_engine_core.scheduling.policy import Adapters
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice
+from pagoda_engine_core.scheduling.rows import Adapters
 from pagoda_proto.pooling.params import answer_bytes
 from pagoda_proto.records import Pool
 

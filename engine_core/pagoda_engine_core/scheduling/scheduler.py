@@ -19,9 +19,10 @@ from pagoda_engine_core.scheduling.invariants import check_books
 from pagoda_engine_core.scheduling.kv_cache import BlockCounts, KvCache, Prefix, awaits_sibling
 from pagoda_engine_core.scheduling.ledger import Cause, Totals
 from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder, reports
-from pagoda_engine_core.scheduling.policy import Policy, Rows
+from pagoda_engine_core.scheduling.policy import Policy
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
 from pagoda_engine_core.scheduling.room import Need, Room
+from pagoda_engine_core.scheduling.rows import Rows
 from pagoda_engine_core.scheduling.searching import endings, go_on
 from pagoda_engine_core.scheduling.speculation import grant_drafts, may_draft
 from pagoda_engine_core.scheduling.speed import Preemption, Speed
@@ -129,12 +130,13 @@ class Scheduler:
             num_prompt, num_output = request.num_prompt_tokens, request.max_output_tokens
             message = f"{num_prompt} prompt tokens and up to {num_output} output tokens {unfit}"
             return deltas + request.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, now)
+        order = self._policy(request)  # before anything is changed: whoever asks may have made it
         request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_BEHIND, now)
         self._requests[request.request_id] = request
         self._rows.queued_tokens += request.num_prompt_tokens
         self._num_added += 1
         for choice in request.choices:
-            choice.order = (*self._policy(request), self._num_added, choice.index)
+            choice.order = (*order, self._num_added, choice.index)
             if choice.live:
                 self._rows.waiting.add(choice)
         return deltas
@@ -142,12 +144,12 @@ class Scheduler:
     def abort(self, request_id: str, choices: Collection[int], now: float) -> list[Delta]:
         """End these choices, or all if none is named. Unknown requests and choices are ignored."""
         request = self._detach(request_id, choices, now)
-        return self._told(request, request.abort(choices, now)) if request else []
+        return self._close_if_ended(request, request.abort(choices, now)) if request else []
 
     def fail(self, request_id: str, code: ErrorCode, message: str, now: float) -> list[Delta]:
         """End a whole request with an error."""
         request = self._detach(request_id, (), now)
-        return self._told(request, request.fail(code, message, now)) if request else []
+        return self._close_if_ended(request, request.fail(code, message, now)) if request else []
 
     def release(self, request_id: str, now: float) -> None:
         """Another worker goes on with this request, from its tokens."""
@@ -184,9 +186,9 @@ class Scheduler:
             return None
         awake = restless(rows.running)
         builder = PlanBuilder(self._budget(awake, min(1, len(rows.waiting))), len(self._kv.groups))
-        preempted = self._plan_running(builder, awake, now)
-        self._plan_waiting(builder, preempted, now)
-        if drafting and not preempted:
+        self._plan_running(builder, awake, now)
+        self._plan_waiting(builder, now)
+        if drafting and not builder.preempted:
             grant_drafts(builder, self._kv, self._config.speculation_tokens)
         if builder.empty and not self._in_flight:
             # Whoever has a row waits for a sibling that finds no room: beams, which lose nothing that they have found.
@@ -227,14 +229,12 @@ class Scheduler:
 
     # --- how rows are planned ----------------------------------------------------------------------------------------
 
-    def _plan_running(self, builder: PlanBuilder, awake: Sequence[Choice], now: float) -> bool:
-        """Let rows catch up, in order; whether any was preempted. Victims are never rows that this step has planned.
+    def _plan_running(self, builder: PlanBuilder, awake: Sequence[Choice], now: float) -> None:
+        """Let rows catch up, in order. Victims are never rows that this step has planned.
 
         Whoever is not awake need not ask for the token that is promised to it, unless there are too few.
         """
-        num_preempted = self.totals.preemptions
-        running = self._rows.running
-        for choice in awake if builder.budget.keeps_promises else list(running):
+        for choice in awake if builder.budget.keeps_promises else list(self._rows.running):
             distance = choice.distance
             if choice.row_id == NO_ROW or not distance:
                 continue  # preempted meanwhile, or nothing is left to plan
@@ -242,8 +242,7 @@ class Scheduler:
                 self._plan_decode(choice, builder, now)
             else:
                 self._plan_chunk(choice, builder, now)
-        builder.decodes = [choice for choice in running if choice.num_computed < choice.quiet_until]
-        return self.totals.preemptions != num_preempted
+        builder.decodes = [choice for choice in self._rows.running if choice.num_computed < choice.quiet_until]
 
     def _plan_decode(self, choice: Choice, builder: PlanBuilder, now: float) -> None:
         if not (builder.budget.grant_promised() and self._hold(choice, 1, builder, now)):
@@ -266,13 +265,14 @@ class Scheduler:
         target = choice.num_computed + num_tokens
         while self._kv.lacks(self._kv.missing(choice, target)):
             victim = self._rows.running[-1]
+            builder.preempted = True
             self._preempt(victim, now)
             if victim is choice:
                 return False
         builder.grow_row(choice, self._kv.grow(choice, target))
         return True
 
-    def _plan_waiting(self, builder: PlanBuilder, preempted: bool, now: float) -> None:
+    def _plan_waiting(self, builder: PlanBuilder, now: float) -> None:
         """Start rows in order until one does not fit; it is not overtaken, and its ledger says what it waits for."""
         index, waiting = 0, self._rows.waiting
         while index < len(waiting):
@@ -280,7 +280,7 @@ class Scheduler:
             if awaits_sibling(choice):
                 index += 1
                 continue
-            blocked = Cause.QUEUED_BLOCKS if preempted else self._start(choice, builder, now)
+            blocked = Cause.QUEUED_BLOCKS if builder.preempted else self._start(choice, builder, now)
             if blocked:
                 choice.request.note_blocked(blocked, now)
                 return
@@ -362,7 +362,7 @@ class Scheduler:
         mark_heed(choice, self._kv)
         if ending:
             self._withdraw(choice, now)
-            self._told(request, [request.finish(choice, ending, now, delta)])
+            self._close_if_ended(request, [request.finish(choice, ending, now, delta)])
 
     def _apply_found(self, choice: Choice, output: RowOutput, search: BeamSearch, now: float) -> list[Delta]:
         """A beam knows what may follow it. Once all do, the likeliest go on, or the search is over."""
@@ -373,7 +373,7 @@ class Scheduler:
         if not search.done:
             return []
         self._detach(request.request_id, (), now)
-        return self._told(request, endings(request, search, now))
+        return self._close_if_ended(request, endings(request, search, now))
 
     # --- rows and requests leave -------------------------------------------------------------------------------------
 
@@ -393,7 +393,7 @@ class Scheduler:
             self._withdraw(choice, now)
         return request
 
-    def _told(self, request: Request, deltas: list[Delta]) -> list[Delta]:
+    def _close_if_ended(self, request: Request, deltas: list[Delta]) -> list[Delta]:
         """Endings have been written down; after its last one a request is no longer here."""
         if request.ended:
             self._rows.queued_tokens -= self._requests.pop(request.request_id).num_prompt_tokens

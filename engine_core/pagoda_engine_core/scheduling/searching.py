@@ -15,8 +15,8 @@ from typing import NamedTuple
 from pagoda_engine_core.scheduling.beams import BeamSearch, Ended
 from pagoda_engine_core.scheduling.blocks import BlockPool, HashChain, Table
 from pagoda_engine_core.scheduling.kv_cache import KvCache
-from pagoda_engine_core.scheduling.policy import Rows
 from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Ending, Request
+from pagoda_engine_core.scheduling.rows import Rows
 from pagoda_proto.records import Delta, FinishReason, Tokens
 from pagoda_proto.steps import RowOutput
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pagoda_engine_core.scheduling.kv_cache import Counts, KvCache, exceeds, less
 from pagoda_engine_core.scheduling.plan import PlanBuilder
-from pagoda_engine_core.scheduling.policy import OrderedChoices
 from pagoda_engine_core.scheduling.request import Choice
+from pagoda_engine_core.scheduling.rows import OrderedChoices
 
 ROWS_PER_DRAFT = 4
 """A step with drafts is waited for by all rows, which is worth it where it may bring a quarter more tokens."""

@@ -84,8 +84,7 @@ class Mailbox:
         self._post(partial(self._migrate, request_id, attempt, reason))
 
     def reject(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float = 0.0) -> None:
-        error.retry_after_s = retry_after_s or error.retry_after_s
-        self.refusal = error
+        self.refusal = error.anew(retry_after_s)
         self.outbox.rejected(request_id, attempt, error, retry_after_s)
         self._changed.set()
 

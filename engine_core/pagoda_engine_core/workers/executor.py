@@ -7,6 +7,7 @@ says is about a life, so a result of an earlier life of the same worker can neve
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -113,8 +114,9 @@ class Executor(Protocol):
     concurrent: bool
     """Whether they are computed also while nobody is in `wait`: then a plan may come as late as its worker lets it."""
 
-    def send(self, epoch: int, message: ToExecutor) -> None:
-        """Pass a message on. Never blocks; a worker that cannot be reached ends its life by an event of `wait`.
+    def send(self, epoch: int, message: ToExecutor, deadline_s: float = math.inf) -> None:
+        """Pass a message on. Never blocks; a worker that cannot be reached ends its life by an event of `wait`, and so
+        does one that computes longer than `deadline_s` at a plan, where somebody else can see that.
 
         After `ResetWorker` the life is over (`WorkerLeft`); the worker comes back in a new one.
         """
@@ -181,7 +183,7 @@ class InprocExecutor(Generic[Launched]):
         self._deaths = 0
         self._begin_life()
 
-    def send(self, epoch: int, message: ToExecutor) -> None:
+    def send(self, epoch: int, message: ToExecutor, deadline_s: float = math.inf) -> None:
         if epoch != self._epoch:
             return
         match message:

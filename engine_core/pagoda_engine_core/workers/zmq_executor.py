@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import select
 import time
@@ -32,7 +33,6 @@ from pagoda_engine_core.workers.executor import (
     WorkerState,
 )
 from pagoda_engine_core.workers.liveness import TICK_S, Change, Liveness
-from pagoda_engine_core.workers.pace import Pace
 from pagoda_engine_core.workers.registration import Registry
 from pagoda_engine_core.workers.socket import WorkerSocket
 from pagoda_proto.addresses import host_id
@@ -53,14 +53,11 @@ from pagoda_proto.steps import (
     Versions,
     Welcome,
 )
-from pagoda_proto.times import STEP_DEADLINE_FACTOR, STEP_DEADLINE_LEAST_S
 
 log = logging.getLogger(__name__)
 
 MAX_FRAMES_PER_WAIT = 1000
 MAX_NAMES_TOLD = 100
-FIRST_STEPS = 8
-"""So many steps of a life may take as long as the configuration says: what they compute first they also prepare."""
 DATA, CONTROL = b"/d", b"/c"
 
 
@@ -81,7 +78,6 @@ class _Peer:
     steps: deque[int] = field(default_factory=deque)
     steps_done: int = 0
     rss_bytes: int = 0
-    pace: Pace = field(default_factory=Pace)
 
 
 def _route(hello: Hello, kind: bytes) -> bytes:
@@ -104,10 +100,10 @@ class ZmqExecutor:
         self._liveness = Liveness(config, clock())
         self._host_id = host_id()
         self._peers: dict[int, _Peer] = {}
-        self._ended: deque[WorkerInfo] = deque(maxlen=MAX_REMEMBERED_LIVES)
+        self._ended_lives: deque[WorkerInfo] = deque(maxlen=MAX_REMEMBERED_LIVES)
         self._events: list[ExecutorEvent] = []
         self._counters: Counter[str] = Counter()
-        self._told: set[tuple[str, int]] = set()  # names that were refused for their protocol version, and that
+        self._refused_names: set[tuple[str, int]] = set()  # with the version that they speak
         self._socket = WorkerSocket(config)
         self.endpoint = self._socket.endpoint
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -117,15 +113,14 @@ class ZmqExecutor:
 
     # --- Executor ----------------------------------------------------------------------------------------------------
 
-    def send(self, epoch: int, message: ToExecutor) -> None:
+    def send(self, epoch: int, message: ToExecutor, deadline_s: float = math.inf) -> None:
         if (peer := self._peers.get(epoch)) is None:
             return
         now = self._clock()
         match message:
             case StepPlan():
-                self._liveness.owes(epoch, self._deadline_s(peer, message.num_tokens), now)
+                self._liveness.owes(epoch, min(deadline_s, self._config.step_deadline_s), now)
                 peer.steps.append(message.step)
-                peer.pace.asked(message.num_tokens, now)
                 self._send_or_lose(peer, DATA, message)
             case Drain():
                 self._liveness.drain(epoch, now)
@@ -135,12 +130,6 @@ class ZmqExecutor:
             case ResetWorker():
                 self._send_or_lose(peer, DATA, message)
                 self._lose(epoch, LeaveCause.RESET, "reset by the engine core")
-
-    def _deadline_s(self, peer: _Peer, num_tokens: int) -> float:
-        most_s = self._config.step_deadline_s
-        if peer.pace.num_steps < FIRST_STEPS:
-            return most_s
-        return min(most_s, max(STEP_DEADLINE_LEAST_S, STEP_DEADLINE_FACTOR * peer.pace.step_s(num_tokens)))
 
     def hold(self, numerics_id: str) -> str:
         return self._registry.hold(numerics_id)
@@ -176,7 +165,7 @@ class ZmqExecutor:
             WorkerInfo(peer.epoch, peer.hello, self._liveness.state(peer.epoch), peer.steps_done, peer.rss_bytes)
             for peer in self._peers.values()
         ]
-        return [*alive, *self._ended]
+        return [*alive, *self._ended_lives]
 
     def counters(self) -> Mapping[str, int]:
         return self._counters
@@ -213,8 +202,8 @@ class ZmqExecutor:
             return
         reason = f"protocol: version {self._spoken} is spoken here, this worker speaks {other.version}"
         name = (other.worker_id, other.version)
-        if name not in self._told and len(self._told) < MAX_NAMES_TOLD:
-            self._told.add(name)
+        if name not in self._refused_names and len(self._refused_names) < MAX_NAMES_TOLD:
+            self._refused_names.add(name)
             log.warning("refused worker %r: %s", other.worker_id, reason)
         self._counters["workers_refused"] += 1
         envelope = Envelope(self._boot_id, other.worker_id, 0, 0, other.version)  # or it could not read it
@@ -285,7 +274,6 @@ class ZmqExecutor:
             raise _DroppedError("step")
         peer.steps.popleft()
         peer.steps_done += 1
-        peer.pace.answered(now)
         self._liveness.answered(peer.epoch, now)
         self._events.append(StepDone(peer.epoch, result))
 
@@ -370,7 +358,7 @@ class ZmqExecutor:
             return
         self._close_pidfd(peer)
         self._liveness.forget(epoch)
-        self._ended.appendleft(WorkerInfo(epoch, peer.hello, cause.end_state, peer.steps_done))
+        self._ended_lives.appendleft(WorkerInfo(epoch, peer.hello, cause.end_state, peer.steps_done))
         died = cause.end_state is not WorkerState.GONE
         self._counters["worker_deaths"] += died
         level = logging.WARNING if died else logging.INFO

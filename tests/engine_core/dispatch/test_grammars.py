@@ -69,13 +69,28 @@ def test_it_waits_for_the_verdict_and_runs(bench: Bench, checker: ScriptedChecke
     assert bench.engine.idle
 
 
+def test_a_kept_refusal_keeps_nothing_of_those_it_refused(bench: Bench, checker: ScriptedChecker) -> None:
+    bench.submit(formed())
+    bench.settle()
+    checker.find("g", BAD)
+    refused = [formed() for _ in range(3)]
+    for record in refused:
+        bench.submit(record)
+    bench.settle()
+    errors = [bench.sink.rejections.pop(record.request_id) for record in refused]
+    assert len(set(map(id, errors))) == 3
+    assert BAD.error is not None
+    assert BAD.error.__traceback__ is None
+
+
 def test_a_refused_one_ends_with_the_reason_and_the_field(bench: Bench, checker: ScriptedChecker) -> None:
     record = formed()
     bench.submit(record)
     bench.settle()
     checker.find("g", BAD)
     bench.settle()
-    assert bench.sink.rejections == {record.request_id: BAD.error}
+    error = bench.sink.rejections[record.request_id]
+    assert (error.code, error.message, error.param) == (ErrorCode.INVALID_ARGUMENT, "no good", "grammar")
     assert bench.sink.accepted_ids == []
     assert bench.engine.idle
 

@@ -59,7 +59,7 @@ class Bench:
         news = News()
         worker.scheduler.apply(result, self.now + seconds, news)
         self.router.stepped(worker, result.elapsed_s, self.now + seconds)
-        self.deltas += self.router.ended(worker, news.tokens.deltas() + news.deltas)
+        self.deltas += self.router.note_endings(worker, news.tokens.deltas() + news.deltas)
         return True
 
     def lose(self, epoch: int, cause: LeaveCause = LeaveCause.DIED, step: int = 0) -> None:

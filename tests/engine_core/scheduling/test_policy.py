@@ -1,20 +1,14 @@
 from __future__ import annotations
 
-import pytest
 from tests.fakes import make_record
 
-from pagoda_engine_core.scheduling.policy import OrderedChoices, fcfs, priority
-from pagoda_engine_core.scheduling.request import Choice, Request
+from pagoda_engine_core.scheduling.policy import fcfs, priority
+from pagoda_engine_core.scheduling.request import Request
 from pagoda_proto.params import BACKGROUND_PRIORITY
 
 
 def make_request(now: float, level: int = 0, n: int = 1) -> Request:
     return Request(make_record(priority=level, n=n), max_output_tokens=8, now=now)
-
-
-def ordered(choice: Choice, *order: float) -> Choice:
-    choice.order = order
-    return choice
 
 
 def test_fcfs_orders_by_arrival_whatever_the_priority() -> None:
@@ -32,24 +26,3 @@ def test_what_nobody_waits_for_comes_after_all_else() -> None:
 def test_priority_orders_by_priority_then_arrival() -> None:
     urgent, early, late = make_request(9.0, level=-1), make_request(1.0), make_request(2.0)
     assert sorted([late, early, urgent], key=priority) == [urgent, early, late]
-
-
-def test_ordered_choices_stay_in_order() -> None:
-    queue = OrderedChoices()
-    first, second, third = (ordered(make_request(0.0).choices[0], i) for i in range(3))
-    for choice in (second, third, first):
-        queue.add(choice)
-    assert list(queue) == [first, second, third]
-    queue.remove(second)
-    assert list(queue) == [first, third]
-    assert (len(queue), queue[0]) == (2, first)
-
-
-def test_removing_what_is_not_there_is_an_error() -> None:
-    queue = OrderedChoices()
-    here, same_place, last = (ordered(make_request(0.0).choices[0], place) for place in (1, 1, 2))
-    queue.add(here)
-    for absent in (same_place, last):
-        with pytest.raises(ValueError, match="not here"):
-            queue.remove(absent)
-    assert list(queue) == [here]

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
 from tests.engine_core.fake_worker import make_hello
 from tests.engine_core.fakes_sink import RecordingSink, ResettableRunner
-from tests.fakes import make_record
+from tests.fakes import ManualClock, make_record
 from tests.worker.fakes_accelerator import FakeAccelerator
 from tests.worker.fakes_model import fake_runner
 
@@ -160,3 +161,27 @@ def test_a_device_has_its_next_step_before_the_last_one_is_waited_for(lost: tupl
         assert len(ahead.choices(record.request_id)[0]) == record.task.params.max_tokens
     assert expected.journal[:4] == [("launch", 1), ("collect", 1), ("launch", 2), ("collect", 2)]
     assert found.journal[:5] == [("launch", 1), ("launch", 2), ("collect", 1), ("launch", 3), ("collect", 2)]
+
+
+class Slow(ResettableRunner):
+    def __init__(self, clock: ManualClock, step_s: float) -> None:
+        super().__init__()
+        self._advance: Callable[[], None] = lambda: clock.advance(step_s)
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self._advance()
+        return super().launch(plan)
+
+
+@pytest.mark.parametrize("step_s", [0.5, 2.0])
+def test_whoever_waits_is_refused_in_time_however_long_a_step_takes_in_here(step_s: float) -> None:
+    clock, sink = ManualClock(1000.0), RecordingSink()
+    executor = InprocExecutor(Slow(clock, step_s), make_hello())
+    engine = EngineCore(EngineConfig(max_rows=1, queue_timeout_s=10.0), executor, clock)
+    first, second = make_record(max_tokens=60), make_record()
+    for record in (first, second):
+        engine.submit(record, sink)
+    while second.request_id not in sink.endings:
+        engine.step(0)
+    assert 10.0 <= clock() - 1000.0 <= 10.0 + 2 * step_s
+    assert first.request_id not in sink.endings

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_engine_core.workers.pace import LEAD_SHARE, Pace, Throughput
+from pagoda_engine_core.dispatch.pace import FIRST_STEPS, LEAD_SHARE, Pace
+from pagoda_engine_core.dispatch.throughput import Throughput
+from pagoda_proto.times import STEP_DEADLINE_FACTOR, STEP_DEADLINE_LEAST_S
 
 
 def test_nothing_is_assumed_of_what_was_never_seen() -> None:
@@ -139,3 +143,23 @@ def test_a_worker_never_waits_for_what_is_asked_late(seconds: float, delay_s: fl
         pace.asked(num_tokens, asked_at)
         now, free_at = free_at + delay_s, max(free_at, asked_at + delay_s) + seconds
         pace.answered(now, worked_s=seconds)
+
+
+def test_a_step_is_hung_after_many_times_what_such_steps_take_once_that_is_known() -> None:
+    pace = Pace()
+    for _ in range(FIRST_STEPS):
+        assert pace.deadline_s(8) == math.inf
+        pace.observe(8, 1.0)
+    assert pace.deadline_s(8) == STEP_DEADLINE_FACTOR
+
+
+def test_a_stretch_in_which_we_did_not_run_puts_no_deadline_off() -> None:
+    pace, now = Pace(), 0.0
+    for _ in range(FIRST_STEPS):
+        pace.asked(8, now)
+        now += 0.05
+        pace.answered(now)
+    pace.asked(8, now)
+    pace.forgive()
+    pace.answered(now + 30.0)
+    assert pace.deadline_s(8) == STEP_DEADLINE_LEAST_S

@@ -10,13 +10,15 @@ it, and does not wait for the one after.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+
+from pagoda_proto.times import STEP_DEADLINE_FACTOR, STEP_DEADLINE_LEAST_S
 
 WEIGHT = 0.2
 """Of the newest measurement in the average."""
-WINDOW_S = 2.0
-SHORT_WINDOW_S = 0.5
-RATE_WEIGHT = 0.5
+FIRST_STEPS = 8
+"""So many steps of a life may take as long as the configuration says: what they compute first they also prepare."""
 LEAD_SHARE, LEAST_LEAD_S = 0.25, 0.005
 """How long before the end of the step under way the next one is asked for, beside twice the time on the way: steps of
 one size do not all take the same time, and the worker has to read what it is asked."""
@@ -30,7 +32,7 @@ class Pace:
         self._answered_at = 0.0
         self._seconds: dict[int, float] = {}  # by the number of bits of a step's tokens
         self._trip_s: float | None = None  # there and back, when the worker had nothing else to do
-        self.num_steps = 0
+        self.num_steps = 0  # that were observed
 
     def asked(self, num_tokens: int, now: float) -> None:
         """A step was sent. It runs once those before it are answered."""
@@ -86,34 +88,8 @@ class Pace:
             bounds.append(self._seconds[smaller] * 2 ** (size - smaller))
         return min(bounds, default=0.0)
 
-
-class Throughput:
-    """Tokens a second, prompt and output, of all workers together while there is work."""
-
-    def __init__(self) -> None:
-        self._began_at: float | None = None
-        self._num_tokens = 0
-        self.tokens_per_s = 0.0  # 0: not measured yet
-
-    def served(self, num_tokens: int, now: float, *, busy: bool) -> None:
-        """A step is done; `busy` if there is more to do. The first one after a pause only starts the measurement."""
-        if self._began_at is None:
-            self._began_at, self._num_tokens = now, 0
-        else:
-            self._num_tokens += num_tokens
-            age_s = now - self._began_at
-            if age_s >= (WINDOW_S if busy else SHORT_WINDOW_S):
-                rate = self._num_tokens / age_s
-                self.tokens_per_s += (rate - self.tokens_per_s) * (RATE_WEIGHT if self.tokens_per_s else 1.0)
-                self._began_at, self._num_tokens = now, 0
-        if not busy:
-            self.begin_anew()
-
-    def begin_anew(self) -> None:
-        """The time until the next step says nothing of speed."""
-        self._began_at = None
-
-    def forgive(self, seconds: float, now: float) -> None:
-        """So much time has passed in which we did not run: it says nothing of speed either."""
-        if self._began_at is not None:
-            self._began_at = min(self._began_at + seconds, now)
+    def deadline_s(self, num_tokens: int) -> float:
+        """After how long such a step is hung; `inf` while too little is known."""
+        if self.num_steps < FIRST_STEPS:
+            return math.inf
+        return max(STEP_DEADLINE_LEAST_S, STEP_DEADLINE_FACTOR * self.step_s(num_tokens))
