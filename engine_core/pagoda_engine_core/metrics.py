@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from pagoda_engine_core.scheduling.ledger import QUEUED, Cause
 from pagoda_engine_core.views import Stats
 from pagoda_proto import buckets
 from pagoda_proto.errors import ErrorCode
@@ -70,9 +71,9 @@ class Metrics:
         if first_token_s is not None:
             self._first_token.observe(first_token_s)
         spent = {entry.cause: entry.seconds for entry in delta.ledger or ()}
-        self._queue.observe(sum(seconds for cause, seconds in spent.items() if cause.startswith("queued")))
-        self._prefill.observe(spent.get("prefill", 0.0))
-        self._decode.observe(spent.get("decode", 0.0))
+        self._queue.observe(sum(seconds for cause, seconds in spent.items() if cause in QUEUED))
+        self._prefill.observe(spent.get(Cause.PREFILL, 0.0))
+        self._decode.observe(spent.get(Cause.DECODE, 0.0))
         if delta.usage is not None:
             self._prompt.observe(delta.usage.prompt_tokens)
             self._generation.observe(delta.usage.output_tokens)

@@ -32,7 +32,7 @@ from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.keys import TlsKeys, load_tls
 from pagoda_proto.records import Load
-from pagoda_proto.times import HAND_BACK_S, SESSIONS_END_S, THREAD_ENDS_S
+from pagoda_proto.times import HAND_BACK_S, SESSION_PING_S, SESSION_PONG_S, SESSIONS_END_S, THREAD_ENDS_S
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),  # a second engine core at the same port is an error, not a lottery
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", round(SESSION_PING_S * 1000)),
+    ("grpc.keepalive_timeout_ms", round(SESSION_PONG_S * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),  # gateways find out by pings that we are gone; let them
@@ -59,7 +59,7 @@ DRAIN_LOOK_S = 0.05
 
 
 async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> None:
-    """Run an engine core until `stop` is set; returns within `drain_timeout_s` and 10 s then.
+    """Run an engine core until `stop` is set; returns within `drain_timeout_s` and `ENGINE_CORE_STOPS_S` then.
 
     Reports `{"event": "listening", "address", "worker_endpoint"}` once, with a "metrics" address if there is one, and
     `{"event": "workers", "ready": n}` whenever that number changes.

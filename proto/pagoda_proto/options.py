@@ -23,7 +23,8 @@ class Rule(NamedTuple):
 
     `required`: a process that stands alone cannot do without it. `secret`: it is shown nowhere, and goes to a
     process by its environment, which only its owner can read, never by a flag. `several`: a flag may have several
-    values, and stand several times, and a settings file a list of them; they are joined by commas.
+    values, and stand several times, and a settings file a list of them; they are joined by commas. `otherwise` is said
+    to whoever gives none of `words`.
     """
 
     least: float | None = None
@@ -33,12 +34,14 @@ class Rule(NamedTuple):
     required: bool = False
     secret: bool = False
     several: bool = False
+    otherwise: str = ""
 
     def problem(self, value: Any) -> str:
         """What is wrong with the value, "" if nothing is."""
         if self.words and value not in self.words:
             empty = "empty or " if "" in self.words else ""
-            return f"must be {empty}one of {', '.join(filter(None, self.words))}, got {value!r:.100}"
+            otherwise = f"; {self.otherwise}" if self.otherwise else ""
+            return f"must be {empty}one of {', '.join(filter(None, self.words))}, got {value!r:.100}{otherwise}"
         if self.least is None or self.most is None or value == self.unset:
             return ""
         if not self.least <= value <= self.most:  # nan is not

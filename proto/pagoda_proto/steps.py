@@ -317,7 +317,7 @@ class StepResult(Message, frozen=True, tag="result"):
 
 
 class Beat(Message, frozen=True, tag="beat"):
-    """Sent every 0.5 s by a thread beside the step loop, which itself says since when it is busy."""
+    """Sent every `times.BEAT_S` by a thread beside the step loop, which itself says since when it is busy."""
 
     busy_s: float  # how long the step now running has run; 0 when idle
     rss_bytes: int = 0  # resident memory of the process; 0 where the system does not tell

@@ -43,6 +43,8 @@ BUDGET_RESTORE_S = 120.0  # after so long without a lack of memory a worker offe
 LOAD_KEEPALIVE_S = 1.0  # an engine core tells its load at least this often
 ENGINE_SUSPECT_S = 2.5  # an engine core of which nothing was heard for this long is left, where another one works
 ENGINE_SILENT_S = 5.0  # .. and its session is lost
+SESSION_PING_S = 10.0  # a session that says nothing is asked for a sign of life ..
+SESSION_PONG_S = 5.0  # .. without which it is over
 ENGINE_STUCK_S = 75.0  # one that is heard, and gets on with nothing, is left as a suspect is
 REPORT_WAIT_S = 2.0  # who only looks on goes without an engine core's report after this
 REPORT_AGE_S = 0.5  # .. and is shown again one that is no older
@@ -160,3 +162,9 @@ def hello_answer_s(failed: int) -> float:
 def hello_pause_s(refused: int) -> float:
     """How long a worker waits after having been refused so many times in a row."""
     return min(HELLO_PAUSE_S * 2.0 ** min(refused - 1, 16), HELLO_PAUSE_MOST_S)
+
+
+def link_times_ms(dead_s: float = WORKER_DEAD_S) -> tuple[int, int]:
+    """How often either end of a worker's connection asks whether the other one is there, and after how long without a
+    word it is not."""
+    return round(dead_s * 1000 / 3), round(dead_s * 1000)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pagoda.processes.process import EXIT_CONFIG, EXIT_CRASH
 from pagoda.settings.hints import hint
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.resolving import ConfigError, command_options
 
 
 class Command(NamedTuple):
@@ -42,6 +42,9 @@ COMMANDS = {
 }
 
 
+SERVING = ("serve", "gateway", "engine-core", "worker")
+
+
 class Parser(argparse.ArgumentParser):
     """argparse's, but what it does not know is answered with what was probably meant. Subcommands are of this class."""
 
@@ -51,13 +54,19 @@ class Parser(argparse.ArgumentParser):
             flags = [flag.removeprefix("--") for flag in self._option_string_actions if flag.startswith("--")]
             ours = [flag.replace("-", "_") for flag in flags]
             told = [word.partition("=")[0] if word.startswith("-") else word for word in unknown]
-            lines = [f"unrecognized arguments: {word}{hint(word, ours, _flag)}" for word in told]
+            lines = [f"unrecognized arguments: {word}{hint(word, ours, _flag, _whose)}" for word in told]
             self.error(f"\n{self.prog}: error: ".join(lines))
         return found, unknown
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _whose(name: str) -> str:
+    """The commands that take this option, for people."""
+    takers = [command for command in SERVING if name in command_options(command)]
+    return " and ".join(filter(None, (", ".join(takers[:-1]), *takers[-1:])))
 
 
 def parser_of(chosen: str = "") -> argparse.ArgumentParser:

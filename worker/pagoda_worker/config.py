@@ -33,12 +33,16 @@ class WorkerConfig:
     alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU if a usable one is there, else the CPU")
     dtype: str = option(
-        "auto", "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU", words=DTYPES
+        "auto",
+        "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU",
+        words=DTYPES,
+        otherwise="half is float16, float is float32",
     )
     quantization: str = option(
         "",
         "weights as int8, int4 or int4a16 (16-bit activations); empty: as the checkpoint has them",
         words=QUANTIZATIONS,
+        otherwise="leave it out where the checkpoint is quantised already: that is seen from its files",
     )
     kernels: str = option(
         "auto",

@@ -16,11 +16,12 @@ from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.plan import Budget
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice
 from pagoda_engine_core.scheduling.rows import Adapters
+from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.pooling.params import answer_bytes
 from pagoda_proto.records import Pool
 
-MESSAGE_BYTES = 48 << 20
-"""What rows may put into one plan or one result; channel.MAX_FRAME_BYTES, less room for all that is small."""
+MESSAGE_BYTES = MAX_FRAME_BYTES * 3 // 4
+"""What rows may put into one plan or one result; the rest is for all that is small."""
 TOKEN_BYTES = 5
 """Of a token id in a plan, at most."""
 

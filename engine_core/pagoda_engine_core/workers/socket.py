@@ -17,9 +17,8 @@ from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.workers import endpoints
 from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.keys import CurveKeys, load_curve
-from pagoda_proto.times import WORKER_DEAD_S
+from pagoda_proto.times import link_times_ms
 
-DEAD_LINK_MS = round(WORKER_DEAD_S * 1000)
 SOCKET_OPTIONS = {
     zmq.ROUTER_MANDATORY: 1,  # sending to a peer that is gone fails instead of vanishing
     zmq.ROUTER_HANDOVER: 0,
@@ -27,10 +26,6 @@ SOCKET_OPTIONS = {
     zmq.LINGER: 0,
     zmq.SNDHWM: 1000,
     zmq.RCVHWM: 1000,
-    zmq.HEARTBEAT_IVL: DEAD_LINK_MS // 3,
-    zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
-    zmq.HEARTBEAT_TTL: DEAD_LINK_MS,
-    zmq.HANDSHAKE_IVL: DEAD_LINK_MS,
 }
 REFUSED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -75,7 +70,9 @@ class WorkerSocket:
         self._context = zmq.Context(io_threads=1)
         self.socket = self._context.socket(zmq.ROUTER)  # for pollers
         self._authenticator = admit_only(self._context, self.socket, keys) if keys else None
-        for option, value in SOCKET_OPTIONS.items():
+        ping_ms, dead_ms = link_times_ms(config.worker_dead_s)
+        times = {zmq.HEARTBEAT_IVL: ping_ms, zmq.HEARTBEAT_TIMEOUT: dead_ms, zmq.HANDSHAKE_IVL: dead_ms}
+        for option, value in (SOCKET_OPTIONS | times).items():
             self.socket.setsockopt(option, value)
         self._monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(REFUSED_HANDSHAKES)
         try:

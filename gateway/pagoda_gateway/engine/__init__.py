@@ -1,1 +1,1 @@
-"""The engine core as the gateway sees it: one session, the requests open on it, resubmission."""
+"""Engine cores as the gateway sees them: a session with each, the requests open on it, resubmission."""

@@ -18,6 +18,7 @@ import grpc
 from pagoda_gateway.engine.report import EngineReport, WorkerReport
 from pagoda_proto import times
 from pagoda_proto.addresses import check_host_port, check_socket_path
+from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.engine.frames import joined, parted
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import AdminStub, EngineStub
@@ -32,8 +33,8 @@ METADATA = (
     (OLDEST_SESSION_PROTOCOL_KEY, str(SESSION_SPOKEN.oldest)),
 )
 CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", 64 * 1024 * 1024),
-    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.use_local_subchannel_pool", 1),
 )
 

@@ -25,6 +25,28 @@ class NotACall(ValueError):
     """What looked like the beginning of something is ordinary text."""
 
 
+class _Brackets:
+    """How deep a JSON text is in objects and lists; those in its strings do not count."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def close_with(self, char: str) -> bool:
+        """Whether the outermost one ends with this character."""
+        if self._in_string:
+            self._in_string = self._escaped or char != '"'
+            self._escaped = not self._escaped and char == "\\"
+        elif char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            return self._depth == 0
+        return False
+
+
 class Source:
     """What has come of a text. Owned by one parser, which reads it from left to right."""
 
@@ -162,22 +184,12 @@ class Source:
 
     def brackets(self, tell: Tell) -> Reading[bool]:
         """Tell a JSON object or list as it comes, by its brackets and strings; False where the text ends in it."""
-        depth, in_string, escaped = 0, False, False
+        brackets = _Brackets()
         while True:
             for i in range(self._at, len(self._text)):
-                char = self._text[i]
-                if in_string:
-                    in_string = escaped or char != '"'
-                    escaped = not escaped and char == "\\"
-                elif char == '"':
-                    in_string = True
-                elif char in "{[":
-                    depth += 1
-                elif char in "}]":
-                    depth -= 1
-                    if depth == 0:
-                        self._pass_on(i + 1, tell)
-                        return True
+                if brackets.close_with(self._text[i]):
+                    self._pass_on(i + 1, tell)
+                    return True
             self._pass_on(len(self._text), tell)
             if not (yield from self.more()):
                 return False

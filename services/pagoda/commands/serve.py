@@ -139,21 +139,21 @@ class Tower:
         self.view.on_line(child, line)
 
     def on_event(self, child: str, event: dict[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "loading":
-            form = self.workers[0].quantization
-            what = f"quantising to {form}" if form else "loading weights"
-            self.view.loading(child, event["bytes"], event["of"], what)
-        elif kind == "recording":
-            self.view.recording(child, event["graphs"], event["of"])
-        elif kind == "loaded":
-            self.view.loaded(child)
-        elif child == "gateway" and kind == "listening":
-            self._url, self._kind = event["url"], event.get("kind", GENERATE)
-            self._port = urlsplit(self._url).port or self._port
-        elif child == "gateway" and kind == "locked":
-            self._locked = True
-        elif child == "gateway" and kind == "ready" and not self._announced:
-            self._announced = True
-            took = time.monotonic() - self._started
-            self.view.announce(announcement(self._url, self.gateway, took, self._locked, self._kind))
+        match child, event["event"]:
+            case _, "loading":
+                form = self.workers[0].quantization
+                what = f"quantising to {form}" if form else "loading weights"
+                self.view.loading(child, event["bytes"], event["of"], what)
+            case _, "recording":
+                self.view.recording(child, event["graphs"], event["of"])
+            case _, "loaded":
+                self.view.loaded(child)
+            case "gateway", "listening":
+                self._url, self._kind = event["url"], event.get("kind", GENERATE)
+                self._port = urlsplit(self._url).port or self._port
+            case "gateway", "locked":
+                self._locked = True
+            case "gateway", "ready" if not self._announced:
+                self._announced = True
+                took = time.monotonic() - self._started
+                self.view.announce(announcement(self._url, self.gateway, took, self._locked, self._kind))

@@ -1,6 +1,7 @@
 """A name we do not have is answered: with the one that was meant, with ours for what others call so, or with a no.
 
-Other servers' names are those of vLLM, SGLang, TGI and llama.cpp, without dashes.
+Other servers' names are those of vLLM, SGLang, TGI and llama.cpp, without dashes. `no_` before a name is a switch that
+is off.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ _NO_COOKIES = "pages of --allowed-origins may use every method and header; there
 _ADAPTERS = "lora_modules or lora_dir says which adapters there are"
 _TLS = "TLS for clients is a proxy's work; between tiers see `pagoda keygen`"
 _TOKENIZER = "the tokenizer is the one in the model's directory"
-_AUTOMATIC = "is not needed: it is always so"
+_AUTOMATIC = "it is always so here"
+_FORMS = "forms are kept by llguidance"
+_MODEL_SAYS = "the model's config.json says it"
+_DEFAULTS = "what a request leaves open is as the model's generation_config.json has it"
+_TEXT_ALONE = "models read text alone here"
+_BLOCKS_MOVE = "blocks move between a worker and its host's memory alone, see swap_space_gib"
+NO = "no_"
+LIKENESS = 0.72
+"""Of a name and the one that was probably meant, see `difflib`."""
 
 # Ours, for what others call so; `test_hints` holds every name on the right to the settings tree.
 RENAMED: Mapping[str, str] = {
@@ -21,7 +30,7 @@ RENAMED: Mapping[str, str] = {
     "max_concurrent_requests": "max_rows", "max_num_batched_tokens": "max_tokens_per_step",
     "max_batch_prefill_tokens": "max_tokens_per_step", "long_prefill_token_threshold": "chunk_size",
     "chunked_prefill_size": "chunk_size", "enable_prefix_caching": "prefix_cache",
-    "disable_radix_cache": "prefix_cache", "max_seq_len": "max_model_len", "context_length": "max_model_len",
+    "disable_radix_cache": "no_prefix_cache", "max_seq_len": "max_model_len", "context_length": "max_model_len",
     "ctx_size": "max_model_len", "max_total_tokens": "max_model_len", "mem_fraction_static": "gpu_memory_utilization",
     "cuda_memory_fraction": "gpu_memory_utilization", "swap_space": "swap_space_gib",
     "num_gpu_blocks_override": "num_blocks", "disable_hybrid_kv_cache_manager": "kv_retention",
@@ -36,12 +45,18 @@ RENAMED: Mapping[str, str] = {
     "alias": "served_model_name", "cors_allow_origins": "allowed_origins", "attention_backend": "kernels",
     "n_threads": "threads",
     "kv_cache_memory_bytes": "kv_cache_gib", "cache_type_k": "kv_cache_dtype", "n_gpu_layers": "device",
-    "quantize": "quantization", "hostname": "host",
+    "quantize": "quantization", "hostname": "host", "q": "quantization", "dp": "workers",
+    "enable_log_requests": "log_requests", "disable_log_requests": "no_log_requests",
+    "disable_uvicorn_access_log": "no_log_requests", "runner": "task", "convert": "task",
+    "enable_reasoning": "reasoning_parser", "async_scheduling": "max_steps_in_flight",
+    "num_scheduler_steps": "max_steps_in_flight",
 }  # fmt: skip
 
 # What is not here, and what to do instead.
 ABSENT: Mapping[str, str] = {
     "tensor_parallel_size": _ONE_DEVICE, "tp_size": _ONE_DEVICE, "tp": _ONE_DEVICE, "num_shard": _ONE_DEVICE,
+    "pp": _ONE_DEVICE, "distributed_executor_backend": _ONE_DEVICE, "all2all_backend": _ONE_DEVICE,
+    "fully_sharded_loras": _ONE_DEVICE,
     "pipeline_parallel_size": _ONE_DEVICE, "enable_expert_parallel": _ONE_DEVICE, "tensor_split": _ONE_DEVICE,
     "tokenizer": _TOKENIZER, "tokenizer_path": _TOKENIZER, "tokenizer_mode": _TOKENIZER,
     "trust_remote_code": "code that comes with a checkpoint is never run",
@@ -49,25 +64,68 @@ ABSENT: Mapping[str, str] = {
     "download_dir": "set HF_HOME to say where models are kept",
     "hf_token": "set HF_TOKEN in the environment",
     "seed": "a request has its own seed, drawn for it if it brings none",
-    "ssl_keyfile": _TLS, "ssl_certfile": _TLS,
+    "ssl_keyfile": _TLS, "ssl_certfile": _TLS, "ssl_ca_certs": _TLS,
+    "generation_config": _DEFAULTS, "override_generation_config": _DEFAULTS,
+    "hf_overrides": _MODEL_SAYS, "rope_scaling": _MODEL_SAYS, "rope_theta": _MODEL_SAYS,
+    "disable_sliding_window": _MODEL_SAYS,
+    "limit_mm_per_prompt": _TEXT_ALONE, "mm_processor_kwargs": _TEXT_ALONE,
+    "kv_transfer_config": _BLOCKS_MOVE, "kv_offloading_size": _BLOCKS_MOVE,
+    "guided_decoding_backend": _FORMS, "structured_outputs_config": _FORMS,
+    "logprobs_mode": "probabilities are the model's, before temperature and bounds",
+    "compilation_config": "nothing is compiled at start; enforce_eager has steps on a GPU not recorded",
+    "max_seq_len_to_capture": "what is recorded on a GPU does not depend on lengths",
+    "disable_log_stats": "there are none in the log; /metrics has them",
+    "otlp_traces_endpoint": "there are no traces; the log and /metrics say what a request waited for",
+    "enable_sleep_mode": "workers do not sleep; they are ended and started",
+    "middleware": "no code is loaded from outside",
+    "uds": "a gateway listens at host and port",
+    "root_path": "a proxy in front may take a part of the path away",
+    "calculate_kv_scales": "kv_cache_dtype int8 takes its scales from each key and value",
+    "skip_tokenizer_init": "the tokenizer is always read; a prompt may be token ids",
+    "max_log_len": "no text of requests is ever logged",
+    "enable_force_include_usage": "a stream tells it to who asks, by stream_options.include_usage",
+    "default_chat_template_kwargs": "a request brings its own, as chat_template_kwargs",
     "enable_lora": _ADAPTERS, "max_cpu_loras": "adapters are kept where they are used, max_loras of them",
     "cpu_offload_gb": "weights are not offloaded",
     "enable_chunked_prefill": _AUTOMATIC, "enable_auto_tool_choice": _AUTOMATIC, "jinja": _AUTOMATIC,
-    "continuous_batching": _AUTOMATIC,
+    "continuous_batching": _AUTOMATIC, "enable_prompt_tokens_details": _AUTOMATIC,
     "enable_deterministic_inference": "on a CPU it is always so, on a GPU not yet",
     "api_server_count": "`serve` starts one gateway, and `pagoda gateway` further ones",
     "allow_credentials": _NO_COOKIES, "allowed_methods": _NO_COOKIES, "allowed_headers": _NO_COOKIES,
 }  # fmt: skip
 
 
-def hint(name: str, ours: Iterable[str], spell: Callable[[str], str] = str) -> str:
-    """What to add to "unknown NAME": begins with "; ", or is empty. `spell` writes a name the way it was asked for."""
+def hint(
+    name: str,
+    ours: Iterable[str],
+    spell: Callable[[str], str] = str,
+    elsewhere: Callable[[str], str] = lambda name: "",
+) -> str:
+    """What to add to "unknown NAME": begins with "; ", or is empty.
+
+    `spell` writes a name, `no_` before a switch included, the way it was asked for; `elsewhere` says who else has an
+    option of this name, "" for nobody.
+    """
     plain = name.lstrip("-").replace("-", "_").lower()
     known = list(ours)
-    for candidate in (plain, plain.removeprefix("no_")):
-        if RENAMED.get(candidate) in known:
-            return f"; here it is {spell(RENAMED[candidate])}"
-        if candidate in ABSENT:
-            return f"; {ABSENT[candidate]}"
-    near = [one for one in difflib.get_close_matches(plain, known, n=2) if spell(one) != name]
+    renamed = RENAMED.get(plain) or _opposite(RENAMED.get(plain.removeprefix(NO), ""))
+    target = renamed.removeprefix(NO)
+    if target in known:
+        return f"; here it is {spell(renamed)}"
+    if renamed and elsewhere(target):
+        return f"; here it is {spell(renamed)}, of {elsewhere(target)}"
+    absent = ABSENT.get(plain) or ABSENT.get(plain.removeprefix(NO))
+    if absent:
+        return f"; {absent}"
+    if elsewhere(plain):
+        return f"; it is an option of {elsewhere(plain)}"
+    if plain.startswith(NO) and plain.removeprefix(NO) in known and spell(plain) != name:
+        return f"; here it is {spell(plain)}"
+    near = [one for one in difflib.get_close_matches(plain, known, n=2, cutoff=LIKENESS) if spell(one) != name]
     return f"; did you mean {spell(near[0])}?" if near else ""
+
+
+def _opposite(name: str) -> str:
+    if not name:
+        return ""
+    return name.removeprefix(NO) if name.startswith(NO) else NO + name

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
-from pagoda.settings.hints import hint
+from pagoda.settings.hints import NO, hint
 from pagoda.settings.options import ChildConfig, CommonConfig, ModelSourceConfig, ServeConfig
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
@@ -264,7 +264,11 @@ def _from_environment(environment: Mapping[str, str], problems: list[str]) -> di
 
 
 def _variable(name: str) -> str:
-    return ALL[name].variable
+    return ALL[name].variable if name in ALL else f"{ALL[name.removeprefix(NO)].variable}=false"
+
+
+def _key(name: str) -> str:
+    return name if name in ALL else f"{name.removeprefix(NO)}: false"
 
 
 def _is_service_link(variable: str, text: str) -> bool:
@@ -308,7 +312,7 @@ def _from_file(path: str, problems: list[str]) -> dict[str, Value]:
         if name in ALL and name != "config":
             found[name] = Value(value, f"{path}: {name}")
         else:
-            problems.append(f"unknown key {name!r} in {path}{hint(str(name), ALL)}")
+            problems.append(f"unknown key {name!r} in {path}{hint(str(name), ALL, _key)}")
     return found
 
 

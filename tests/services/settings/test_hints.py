@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.settings.hints import ABSENT, RENAMED, hint
+from pagoda.settings.hints import ABSENT, NO, RENAMED, hint
 from pagoda.settings.resolving import ALL
 
 
 def test_every_name_that_is_offered_instead_exists_and_none_of_the_others_does() -> None:
-    assert set(RENAMED.values()) <= set(ALL)
+    assert {name.removeprefix(NO) for name in RENAMED.values()} <= set(ALL)
+    assert all(type(ALL[name.removeprefix(NO)].defaults[0]) is bool for name in RENAMED.values() if name.startswith(NO))
     assert not (set(RENAMED) | set(ABSENT)) & set(ALL)
     assert not set(RENAMED) & set(ABSENT)
 
@@ -19,7 +20,12 @@ def test_every_name_that_is_offered_instead_exists_and_none_of_the_others_does()
     [
         ("--prt", "; did you mean <port>?"),
         ("--max-num-seqs", "; here it is <max_rows>"),
-        ("--no-enable-prefix-caching", "; here it is <prefix_cache>"),
+        ("--enable-prefix-caching", "; here it is <prefix_cache>"),
+        ("--no-enable-prefix-caching", "; here it is <no_prefix_cache>"),
+        ("--disable-radix-cache", "; here it is <no_prefix_cache>"),
+        ("--no-disable-radix-cache", "; here it is <prefix_cache>"),
+        ("--no-enable-chunked-prefill", "; it is always so here"),
+        ("no_page", "; here it is <no_page>"),
         ("tensor_parallel_size", "; a model runs on one device here; workers starts several whole copies of it"),
         ("--trust-remote-code", "; code that comes with a checkpoint is never run"),
         ("--tokenizer", "; the tokenizer is the one in the model's directory"),
@@ -34,3 +40,12 @@ def test_a_name_is_answered_by_what_was_meant(name: str, said: str) -> None:
 def test_nothing_is_offered_that_this_command_does_not_have() -> None:
     assert hint("max_num_seqs", ["port"]) == ""
     assert hint("config", ["config", "port"]) == "", "it is known, and has no place here"
+
+
+def test_what_another_command_has_is_said_to_be_there() -> None:
+    def elsewhere(name: str) -> str:
+        return "engine-core" if name in ("max_rows", "block_size") else ""
+
+    assert hint("max_num_seqs", ["port"], elsewhere=elsewhere) == "; here it is max_rows, of engine-core"
+    assert hint("block_size", ["port"], elsewhere=elsewhere) == "; it is an option of engine-core"
+    assert hint("tokenizer", ["port"], elsewhere=elsewhere).startswith("; the tokenizer")

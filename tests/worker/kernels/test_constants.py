@@ -8,6 +8,7 @@ import pytest
 
 from pagoda_worker.kernels.cpu import experts, load, low_rank, native
 from pagoda_worker.kernels.cpu.build import SOURCE
+from pagoda_worker.kernels.ops import ACTIVATIONS, CLAMP, CLAMPED, CLAMPED_GAIN
 from pagoda_worker.models.families import moe
 
 SAME = [
@@ -23,6 +24,14 @@ SAME = [
 def test_a_constant_is_the_same_on_both_sides(file: str, name: str, value: int) -> None:
     found = re.findall(rf"constexpr int (?:\w+ = \d+, )*{name} = (\d+)[,;]", (SOURCE / file).read_text())
     assert found == [str(value)]
+
+
+def test_activations_are_the_same_on_both_sides() -> None:
+    source = (SOURCE / "program.h").read_text()
+    [names] = re.findall(r"enum Activation : int32_t \{ NO_ACTIVATION, (.*) \};", source)
+    assert names.lower().split(", ") == [*ACTIVATIONS, CLAMPED]
+    numbers = re.findall(r"CLAMP = ([0-9.]+)f, CLAMPED_GAIN = ([0-9.]+)f;", source)
+    assert [tuple(map(float, each)) for each in numbers] == [(CLAMP, CLAMPED_GAIN)]
 
 
 def test_what_a_model_may_have_the_kernels_take() -> None:

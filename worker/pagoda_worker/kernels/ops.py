@@ -1,4 +1,4 @@
-"""What a model may ask of a device: a dozen operations, declared once; a back end implements them all.
+"""What a model may ask of a device: some thirty operations, declared once; a back end implements them all.
 
 T packed tokens of B rows, H hidden size, Hq query and Hkv KV heads of D dims, G = Hq / Hkv, I intermediate size.
 

@@ -84,12 +84,7 @@ def num_kv_blocks(
     if config.num_blocks:
         blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"
     elif config.kv_cache_gib:
-        if use is None and config.kv_cache_gib * GIB > (available := host_available_bytes(Path("/"))):
-            raise NotEnoughMemory(
-                f"kv_cache_gib={config.kv_cache_gib:g} is more than the {available / GIB:.1f} GiB of memory that are "
-                f"available here: lower it, or leave it out"
-            )
-        blocks, source = _fitting(int(config.kv_cache_gib * GIB), *sizes), f"kv_cache_gib={config.kv_cache_gib:g}"
+        blocks, source = _fitting(_named(config, use), *sizes), f"kv_cache_gib={config.kv_cache_gib:g}"
     else:
         usable, source = _usable(config, use, adapters_bytes)
         blocks = max(0, min(_fitting(usable, *sizes, spare), config.max_rows * blocks_per_request))
@@ -103,6 +98,17 @@ def num_kv_blocks(
             f"{'gpu_memory_utilization, ' if use else ''}kv_cache_gib or num_blocks"
         )
     return blocks
+
+
+def _named(config: WorkerConfig, use: DeviceUse | None) -> int:
+    """Bytes of a cache whose size was said; a CPU that lacks them would only find out when it fills up."""
+    named = int(config.kv_cache_gib * GIB)
+    if use is None and named > (available := host_available_bytes(Path("/"))):
+        raise NotEnoughMemory(
+            f"kv_cache_gib={config.kv_cache_gib:g} is more than the {available / GIB:.1f} GiB of memory that are "
+            f"available here: lower it, or leave it out"
+        )
+    return named
 
 
 def _fitting(

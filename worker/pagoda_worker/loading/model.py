@@ -34,7 +34,7 @@ from pagoda_worker.grammars.compiling import NO_GRAMMARS, Grammars
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Cache, Needs, Ops, SlotRoom, guarded
-from pagoda_worker.loading.numerics import numerics_id
+from pagoda_worker.loading.numerics import fixed_angles, native_implementation, numerics_id
 from pagoda_worker.loading.retention import KEEP_ALL, Retention
 from pagoda_worker.models import ARCHITECTURES
 from pagoda_worker.models.decoder import Decoder
@@ -116,15 +116,11 @@ def load_model(
     path = Path(config.model)
     fields = read_config(path)
     _refuse_hopeless(fields)
-    device = choose_device(config.device)
-    config = config.settled(device.type)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
-    torch.set_num_threads(config.threads)
+    config, device = settled(config)
     spec, layout = _what_to_load(config, fields)
     with opened(path, progress) as checkpoint:
         dtype = run_dtype(config.dtype, fields, checkpoint.dtype(), device)
-        ops = _load_ops(config, device, dtype, spec)
+        ops = chosen_ops(config, device, decoder_needs(config, dtype, spec))
         if spec is None:
             made = _through_transformers(config, checkpoint, ops, dtype)
         else:
@@ -144,6 +140,16 @@ def load_model(
         batch_invariant=ops.batch_invariant and made.batch_invariant,
         adapters=made.adapters,
     )
+
+
+def settled(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
+    """The device, what it leaves to the configuration, and torch told of both."""
+    device = choose_device(config.device)
+    config = config.settled(device.type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
+    torch.set_num_threads(config.threads)
+    return config, device
 
 
 class _Made(NamedTuple):
@@ -179,10 +185,11 @@ def _natively(  # noqa: PLR0913 - all that a model is made of
         adapters = _adapters(config, spec, decoder, dtype) if config.takes_adapters else NO_ADAPTERS
         op_by_op = ops.capturable or not decoder.recordable
         model = decoder if op_by_op else Recorded(decoder, config.max_tokens_per_step, config.max_rows)
-    fixed = sorted({found for rope in spec.ropes if (found := rope.fixed_at(max_len))})
-    for found in fixed:
+    for found in fixed_angles(spec.ropes, max_len):
         log.info("rotary embedding: %s, for all requests alike, because max_model_len is %d", found, max_len)
-    return _Made(model, spec.vocab_size, max_len, " ".join(("native", *fixed)), formats, adapters=adapters)
+    return _Made(
+        model, spec.vocab_size, max_len, native_implementation(spec.ropes, max_len), formats, adapters=adapters
+    )
 
 
 def _adapters(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder, dtype: torch.dtype) -> AdapterStore:
@@ -253,8 +260,9 @@ def decoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: DecoderSpec | 
     )
 
 
-def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> Ops:
-    ops, remarks = load_ops(device, config.kernels, decoder_needs(config, dtype, spec))
+def chosen_ops(config: WorkerConfig, device: torch.device, needs: Needs) -> Ops:
+    """The operations, and a word about them in the log. Raises BackendError."""
+    ops, remarks = load_ops(device, config.kernels, needs)
     for remark in remarks:
         log.warning(remark)
     log.info("kernels: %s", ops.name)

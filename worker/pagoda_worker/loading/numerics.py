@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 
+from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.cores import system_text
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
@@ -39,6 +41,16 @@ def numerics_id(ops: Ops, kv_shape: KVShape, implementation: str, weights: str =
         implementation,
     )
     return sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def native_implementation(ropes: Iterable[RopeShape], max_len: int) -> str:
+    """Our own code; angles that the longest row has a say in are other numbers."""
+    return " ".join(("native", *fixed_angles(ropes, max_len)))
+
+
+def fixed_angles(ropes: Iterable[RopeShape], max_len: int) -> list[str]:
+    """How rotations are stretched for all rows alike, because one may become so long."""
+    return sorted({found for rope in ropes if (found := rope.fixed_at(max_len))})
 
 
 def instruction_set(device: torch.device) -> str:

@@ -21,26 +21,25 @@ from pagoda_worker.checkpoints.formats.source import choose_formats, open_source
 from pagoda_worker.checkpoints.gguf import open_weights
 from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.reading import read_config, read_fields
-from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.device.devices import choose_device
 from pagoda_worker.encoders.encoder import Encoder
 from pagoda_worker.encoders.families import ENCODER_HARMLESS, encoder_architecture, encoder_spec, family_of
 from pagoda_worker.encoders.source import open_encoder_source
 from pagoda_worker.encoders.spec import EncoderSpec
-from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.ops import Needs
 from pagoda_worker.loading.model import (
     CHOOSES_THE_CODE,
     LoadedModel,
+    chosen_ops,
     decoder_needs,
     load_model,
     model_len,
     native_spec,
     run_dtype,
+    settled,
 )
-from pagoda_worker.loading.numerics import numerics_id
+from pagoda_worker.loading.numerics import native_implementation, numerics_id
 from pagoda_worker.models import ARCHITECTURES
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.recorded import RecordedReader
@@ -68,9 +67,7 @@ def load_any_model(config: WorkerConfig, progress: Progress | None = None) -> Lo
     if config.takes_adapters:
         raise UnsupportedConfig(f"lora_modules, lora_dir: adapters are for models that generate, not that {kind}")
     check_sizes(fields)
-    device = choose_device(config.device)
-    config = config.settled(device.type)
-    torch.set_num_threads(config.threads)
+    config, device = settled(config)
     with open_weights(path, progress) as checkpoint, torch.inference_mode():
         reading = _Reading(config, fields, kind, device, checkpoint)
         return _encoder(reading) if family_of(encoder_architecture(fields)) else _decoder(reading)
@@ -108,13 +105,8 @@ def _encoder(reading: _Reading) -> LoadedModel:
         num_threads=config.threads,
         instruction_set=config.instruction_set,
     )
-    ops, remarks = load_ops(reading.device, config.kernels, needs)
-    for remark in remarks:
-        log.warning(remark)
-    log.info("kernels: %s", ops.name)
-    max_len = model_len(config.max_model_len, spec.max_positions, spec.max_positions)
-    if not config.max_model_len:
-        max_len = min(max_len, files.longest(reading.path) or max_len)
+    ops = chosen_ops(config, reading.device, needs)
+    max_len = _max_len(reading, spec.max_positions, spec.max_positions)
     source = open_encoder_source(checkpoint, spec, config.quantization, dtype, reading.device)
     pooler = _encoder_pooler(reading, spec)
     encoder = Encoder(spec, ops, source, dtype, max_len)
@@ -128,12 +120,18 @@ def _encoder(reading: _Reading) -> LoadedModel:
         vocab_size=spec.vocab_size,
         max_model_len=max_len,
         fingerprint=_fingerprint(fields, ENCODER_HARMLESS, checkpoint, pooler),
-        numerics_id=numerics_id(ops, encoder.scratch, _implementation(spec.ropes, max_len), weights),
+        numerics_id=numerics_id(ops, encoder.scratch, native_implementation(spec.ropes, max_len), weights),
         batch_invariant=ops.batch_invariant,
         pooler=pooler,
         scratch=encoder.scratch,
         second_place=spec.max_positions if encoder.num_types > 1 else 0,
     )
+
+
+def _max_len(reading: _Reading, reach: int, max_positions: int) -> int:
+    """Unless it is given, no longer than the files say that prompts may be."""
+    max_len = model_len(reading.config.max_model_len, reach, max_positions)
+    return max_len if reading.config.max_model_len else min(max_len, files.longest(reading.path) or max_len)
 
 
 def _dtype(reading: _Reading, *, whole: bool) -> torch.dtype:
@@ -177,19 +175,14 @@ def _decoder(reading: _Reading) -> LoadedModel:
     _with_root(checkpoint, (spec.names, *spec.spellings))
     spec = as_spelled(spec, checkpoint.entries)
     dtype = _dtype(reading, whole=not spec.causal)
-    ops, remarks = load_ops(reading.device, config.kernels, decoder_needs(config, dtype, spec))
-    for remark in remarks:
-        log.warning(remark)
-    log.info("kernels: %s", ops.name)
+    ops = chosen_ops(config, reading.device, decoder_needs(config, dtype, spec))
     pooler = _decoder_pooler(reading, spec)
     for key in [key for key in checkpoint.entries if key.startswith("score.")]:
         del checkpoint.entries[key]
     spec = replace(spec, tied=True, logit_scale=1.0)  # whatever makes logits of states is not loaded
     formats = choose_formats(spec, block_layout(checkpoint.entries), config.quantization)
     source = open_source(checkpoint, spec, formats, dtype, reading.device)
-    max_len = model_len(config.max_model_len, spec.reach, spec.max_positions)
-    if not config.max_model_len:
-        max_len = min(max_len, files.longest(reading.path) or max_len)
+    max_len = _max_len(reading, spec.reach, spec.max_positions)
     decoder = Decoder(spec, ops, source, dtype, max_len, head_size=0)
     quantized = spec.causal and config.kv_cache_dtype == "int8"
     groups = tuple(replace(group, quantized=quantized) for group in decoder.kv_groups)
@@ -204,15 +197,10 @@ def _decoder(reading: _Reading) -> LoadedModel:
         vocab_size=spec.vocab_size,
         max_model_len=max_len,
         fingerprint=_fingerprint(fields, HARMLESS - CHOOSES_THE_CODE, checkpoint, pooler),
-        numerics_id=numerics_id(ops, groups[0], _implementation(spec.ropes, max_len), formats.description),
+        numerics_id=numerics_id(ops, groups[0], native_implementation(spec.ropes, max_len), formats.description),
         batch_invariant=ops.batch_invariant,
         pooler=pooler,
     )
-
-
-def _implementation(ropes: Iterable[RopeShape], max_len: int) -> str:
-    """As `loading.model` names it: angles that the longest row has a say in are other numbers."""
-    return " ".join(("native", *sorted({found for rope in ropes if (found := rope.fixed_at(max_len))})))
 
 
 def _generating(name: str) -> str:

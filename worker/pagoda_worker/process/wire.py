@@ -12,9 +12,11 @@ from pagoda_proto.addresses import check_host_port, check_socket_path
 from pagoda_proto.channel import MAX_FRAME_BYTES, Envelope, FrameError, encode, open_envelope
 from pagoda_proto.keys import CurveKeys, load_curve
 from pagoda_proto.steps import PROTOCOL_VERSION, SPOKEN, Message, Versions
+from pagoda_proto.times import link_times_ms
 
 log = logging.getLogger(__name__)
 
+PING_MS, DEAD_MS = link_times_ms()
 ENGINE_CORE_KEY = "engine-core.public"
 SOCKET_OPTIONS = {
     zmq.LINGER: 0,
@@ -22,10 +24,9 @@ SOCKET_OPTIONS = {
     zmq.RCVHWM: 100,
     zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
     zmq.IMMEDIATE: 1,  # nothing is queued for an engine core that is not there
-    zmq.HEARTBEAT_IVL: 1000,
-    zmq.HEARTBEAT_TIMEOUT: 3000,
-    zmq.HEARTBEAT_TTL: 3000,
-    zmq.HANDSHAKE_IVL: 3000,
+    zmq.HEARTBEAT_IVL: PING_MS,
+    zmq.HEARTBEAT_TIMEOUT: DEAD_MS,
+    zmq.HANDSHAKE_IVL: DEAD_MS,
     zmq.RECONNECT_IVL: 100,
     zmq.RECONNECT_IVL_MAX: 1000,
 }

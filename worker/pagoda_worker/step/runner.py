@@ -83,25 +83,13 @@ class ModelRunner:
         blocks = [one.num_blocks(num_blocks) for one in loaded.retentions] if num_blocks else []
         swap_blocks = num_swap_blocks(config, shapes, loaded.device.type == "cpu", loaded.retentions)
         self._mover = BlockMover(caches, config.block_size, spans(blocks), spans(swap_blocks), accelerator)
-        self.facts = RunnerFacts(
-            model_fingerprint=loaded.fingerprint,
-            numerics_id=loaded.numerics_id,
-            device=str(loaded.device),
-            vocab_size=loaded.vocab_size,
-            max_model_len=loaded.max_model_len,
-            kv_groups=tuple(
-                KVGroup(count, one.kept, num_swapped, self._mover.seconds_per_block(table))
-                for table, (count, one, num_swapped) in enumerate(
-                    zip(blocks, loaded.retentions, swap_blocks, strict=False)
-                )
-            ),
-            block_size=config.block_size,
-            max_rows=config.max_rows,
-            max_tokens_per_step=self._compute.most_tokens(config.max_tokens_per_step),
-            pools=() if loaded.pooler is None else loaded.pooler.outputs,
-            pooled_width=0 if loaded.pooler is None else loaded.pooler.width,
-            max_adapters=loaded.adapters.count,
-        )
+        kept = [one.kept for one in loaded.retentions]
+        groups = [
+            KVGroup(*sizes, self._mover.seconds_per_block(table))
+            for table, sizes in enumerate(zip(blocks, kept, swap_blocks, strict=False))
+        ]
+        most_tokens = self._compute.most_tokens(config.max_tokens_per_step)
+        self.facts = _facts(loaded, config, groups, most_tokens)
         self.depth = 1 if accelerator is None else MAX_PENDING  # launches worth making before the first is collected
         self._table = RowTable(self.facts, loaded.grammars, loaded.adapters)
         self._decodes = DecodeList()
@@ -265,3 +253,20 @@ class ModelRunner:
 def ran_out_of_memory(error: Exception) -> bool:
     """Whether it was memory that was missing: numpy's and Python's, a device's, or the host's as torch asks for it."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def _facts(loaded: LoadedModel, config: WorkerConfig, groups: Sequence[KVGroup], most_tokens: int) -> RunnerFacts:
+    return RunnerFacts(
+        model_fingerprint=loaded.fingerprint,
+        numerics_id=loaded.numerics_id,
+        device=str(loaded.device),
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        kv_groups=tuple(groups),
+        block_size=config.block_size,
+        max_rows=config.max_rows,
+        max_tokens_per_step=most_tokens,
+        pools=() if loaded.pooler is None else loaded.pooler.outputs,
+        pooled_width=0 if loaded.pooler is None else loaded.pooler.width,
+        max_adapters=loaded.adapters.count,
+    )

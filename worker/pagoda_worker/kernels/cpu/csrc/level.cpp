@@ -101,7 +101,16 @@ static Cut linear_cut(const LinearOp& op, const RopeKvOp* rope, const Step& s) {
 }
 
 static LinearOp linear_of(const ExpertsOp& op) {
-  return {op.x, op.panels, op.y, nullptr, op.n, op.k, op.activation, 0, op.form, 0.0f, 1, nullptr, nullptr, 0, 0, 0, 0};
+  LinearOp linear{};
+  linear.x = op.x;
+  linear.panels = op.panels;
+  linear.y = op.y;
+  linear.n = op.n;
+  linear.k = op.k;
+  linear.activation = op.activation;
+  linear.form = op.form;
+  linear.segments = 1;
+  return linear;
 }
 
 // As many pieces as the experts with rows have panels, and more: which these are is not known when work is cut up.
@@ -130,10 +139,17 @@ static void run_experts(const ExpertsOp& op, uint64_t use, int first, int last) 
 
 // A piece of one head is one of its linear layer.
 static LinearOp linear_of(const HeadsOp& op, int head, size_t panel_bytes) {
-  const QuantForm bf16{16, 16, 0, 0};
-  const int x_stride = op.heads * op.k, y_stride = op.heads * op.n;
-  return {op.x + head * op.k, (const uint8_t*)op.panels + head * panel_bytes, op.y + head * op.n, nullptr, op.n, op.k, 0, 0,
-          bf16, 0.0f, 1, nullptr, nullptr, 0, x_stride, y_stride, 0};
+  LinearOp linear{};
+  linear.x = op.x + head * op.k;
+  linear.panels = (const uint8_t*)op.panels + head * panel_bytes;
+  linear.y = op.y + head * op.n;
+  linear.n = op.n;
+  linear.k = op.k;
+  linear.form = {16, 16, 0, 0};
+  linear.segments = 1;
+  linear.x_stride = op.heads * op.k;
+  linear.y_stride = op.heads * op.n;
+  return linear;
 }
 static size_t head_bytes(const HeadsOp& op) { return (size_t)((op.n + PANEL - 1) / PANEL) * (op.k / 2) * PANEL_ROW; }
 

@@ -14,7 +14,6 @@
 namespace PAGODA_NS {
 
 constexpr size_t PANEL_ROW = 4 * PANEL;  // bytes
-constexpr int CLAMPED = 5;               // of LinearOp::activation
 // Bytes between what is multiplied and what is fetched; may reach past the end. Where groups take turns, it is all of a turn.
 constexpr int FETCH_AHEAD = groups_of(MAX_ROWS, 2) == 2 ? 8192 : 16384;
 constexpr int LATER_AHEAD = 4096;  // where it waits in the second cache, which is quickly reached
@@ -55,18 +54,18 @@ PAGODA_INLINE f16 load_some(const float* p, int count) {
 
 PAGODA_INLINE f16 activated(f16 x, int activation) {
   switch (activation) {
-    case 1: return silu(x);
-    case 2: return gelu_tanh(x);
-    case 3: return gelu(x);
-    default: return max(zero(), x);  // in this order NaN stays
+    case SILU: return silu(x);
+    case GELU_TANH: return gelu_tanh(x);
+    case GELU: return gelu(x);
+    default: return max(zero(), x);  // RELU; in this order NaN stays
   }
 }
 
 // What experts of some families make of gate and up; NaN stays.
 PAGODA_INLINE f16 clamped(f16 gate, f16 up) {
-  gate = min(set1(7.0f), gate);
-  up = max(set1(-7.0f), min(set1(7.0f), up));
-  return rounded(gate / (set1(1.0f) + exp(set1(-1.702f) * gate))) * (up + set1(1.0f));
+  gate = min(set1(CLAMP), gate);
+  up = max(set1(-CLAMP), min(set1(CLAMP), up));
+  return rounded(gate / (set1(1.0f) + exp(set1(-CLAMPED_GAIN) * gate))) * (up + set1(1.0f));
 }
 
 // Where a row of y begins, in numbers, if its rows have so many.

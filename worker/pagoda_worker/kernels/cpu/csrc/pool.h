@@ -39,16 +39,17 @@ class Pool {
   // How often all threads have met.
   uint32_t meetings() const { return round_.load(std::memory_order_relaxed); }
 
-  // body(thread) on every thread; returns when all are done. One call at a time.
+  // body(thread) on every thread; returns when all are done. One call at a time, unless the pool is its caller alone.
   template <typename F>
   void run(F& body) {
+    if (size_ == 1) return body(0);
     cpu_set_t before;
-    bool moved = size_ > 1 && caller_cpu_ >= 0 && pthread_getaffinity_np(pthread_self(), sizeof before, &before) == 0;
+    bool moved = caller_cpu_ >= 0 && pthread_getaffinity_np(pthread_self(), sizeof before, &before) == 0;
     if (moved) pin(caller_cpu_);
     call_ = [](void* f, int thread) { (*(F*)f)(thread); };
     argument_ = &body;
     start_.fetch_add(1, std::memory_order_release);
-    if (size_ > 1) wake(start_);
+    wake(start_);
     body(0);
     barrier();
     if (moved) pthread_setaffinity_np(pthread_self(), sizeof before, &before);
@@ -60,7 +61,7 @@ class Pool {
     uint32_t round = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       arrived_.store(0, std::memory_order_relaxed);
-      round_.fetch_add(1, std::memory_order_release);
+      round_.fetch_add(1, std::memory_order_seq_cst);  // either we see that one sleeps or it sees the new round, see `wait`
       if (sleepers_.load(std::memory_order_seq_cst) != 0) wake(round_);
       return;
     }

@@ -46,14 +46,17 @@ struct RmsNormOp {
   float eps;
 };
 
+// What is made of outputs: in the order of `ops.ACTIVATIONS`; CLAMPED is of gates alone.
+enum Activation : int32_t { NO_ACTIVATION, SILU, GELU_TANH, GELU, RELU, CLAMPED };
+constexpr float CLAMP = 7.0f, CLAMPED_GAIN = 1.702f;
+
 struct LinearOp {
   const uint16_t* x;     // [tokens, k]
   const void* panels;    // see `pagoda_pack` and `pagoda_pack_quantized`
   void* y;               // [tokens, n], or [tokens, n / 2] of gate and up
   const uint16_t* bias;  // as long as the panels have columns, or null
   int32_t n, k;          // panels may have more columns than n
-  int32_t activation;    // 0 none; act of every output: -1 silu, -2 gelu_tanh, -3 gelu, -4 relu; 1 to 4: act(gate) * up,
-                         // columns 0..15 of a panel gate, 16..31 up; 5: of gate and up, clamped (see ops.py)
+  int32_t activation;    // of every output, if negative; positive: of gate, times up, columns 0..15 and 16..31 of a panel
   int32_t out_f32;       // y is float, else bf16
   QuantForm form;        // 16 bits: weights are bf16
   float softcap;         // of float y: softcap * tanh(y / softcap), or 0

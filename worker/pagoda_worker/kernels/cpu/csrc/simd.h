@@ -1,9 +1,9 @@
 // Sixteen floats at a time, at every instruction set level.
 //
 // All kernels are written once on `f16` (16 floats) and `pairs` (16 pairs of bf16). A level defines how the sixteen lie in
-// registers; lane order, and the order in which lanes are summed, are the same everywhere. This header has no include
-// guard across levels on purpose: it is compiled once per level inside that level's namespace (see level.cpp), and every
-// function is static, so that the linker can never pick another level's copy.
+// registers; lane order, and the order in which lanes are summed, are the same everywhere. Each level is a
+// translation unit of its own and compiles all of this in its own namespace (see level.cpp); every function is static, so
+// that the linker can never pick another level's copy.
 #pragma once
 
 #include <cstdint>
