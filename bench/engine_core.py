@@ -28,9 +28,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.dispatch.policy import POLICIES
 from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.scheduling.decoding import News
-from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_engine_core.sessions.outbox import Outbox

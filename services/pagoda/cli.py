@@ -74,7 +74,7 @@ def parser_of(chosen: str = "") -> argparse.ArgumentParser:
     parser = Parser(
         prog="pagoda",
         description="LLM serving whose streams survive kill -9.",
-        epilog="Every option is also PAGODA_<NAME> in the environment and <name> in the YAML file given by --config.",
+        epilog="Every option of a server is also PAGODA_<NAME> in the environment and <name> in the file of --config.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="the same as the command version")

@@ -20,9 +20,9 @@ from tests.fakes import (
 )
 
 from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.dispatch.policy import POLICIES
 from pagoda_engine_core.scheduling.beams import BeamSearch
 from pagoda_engine_core.scheduling.decoding import News
-from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_proto.decodes import DecodeList

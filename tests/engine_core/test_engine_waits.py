@@ -16,8 +16,8 @@ from tests.fakes import make_pool_record, make_record
 from pagoda_engine_core.dispatch.answers import Full
 from pagoda_engine_core.dispatch.fairness import Fairness
 from pagoda_engine_core.dispatch.pace import FIRST_STEPS
+from pagoda_engine_core.dispatch.policy import POLICIES
 from pagoda_engine_core.dispatch.waiting import Rank, WaitingQueue
-from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.workers.executor import LeaveCause, WorkerLeft
 from pagoda_proto.errors import ErrorCode

@@ -52,6 +52,9 @@ def served(directory: Path, *arguments: str, workers: int = 1) -> Iterator[Place
         raise RuntimeError(f"processes are left: {left}")
 
 
+DRAIN_S = 600  # on a busy machine streams take their time
+
+
 class Apart:
     """One engine core, one gateway, any number of workers, and a proxy on the link of the last two."""
 
@@ -112,7 +115,7 @@ def apart(directory: Path, *, program: str = "pagoda.cli") -> Iterator[Apart]:
         addresses = ("--listen", f"127.0.0.1:{tiers.grpc}", "--worker-endpoint", f"tcp://127.0.0.1:{tiers.zmq}")
         tiers.start("engine-core", "engine-core", *addresses, program=program)
         tiers.wait_until(lambda: ping(f"grpc://127.0.0.1:{tiers.grpc}") is None)
-        place.start_worker("worker-0")
+        place.start_worker("worker-0", f"--drain-timeout-s={DRAIN_S}")
         link = f"127.0.0.1:{gateway_link.port}"
         arguments = ("--engine", link, "--port", str(tiers.http), *NAME)
         tiers.start("gateway", "gateway", *arguments, program=program)

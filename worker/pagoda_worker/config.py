@@ -31,7 +31,9 @@ class WorkerConfig:
     worker_id: str = option("", "stable name of this worker; made from host and process id when empty")
     drain_timeout_s: float = option(times.WORKER_DRAINS_S, "after SIGTERM, how long open requests may finish")
     alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
-    device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU if a usable one is there, else the CPU")
+    device: str = option(
+        "auto", "cpu, cuda or cuda:N; auto (auto:N) takes a GPU if a usable one is there, else the CPU"
+    )
     dtype: str = option(
         "auto",
         "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU",

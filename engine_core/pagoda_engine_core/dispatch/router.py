@@ -22,11 +22,11 @@ from functools import partial
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.fairness import Fairness
 from pagoda_engine_core.dispatch.pace import Pace
+from pagoda_engine_core.dispatch.policy import POLICIES
 from pagoda_engine_core.dispatch.suspicion import blame, is_suspect, relieve
 from pagoda_engine_core.dispatch.waiting import Ahead, QueuedRequest, Rank, WaitingQueue
 from pagoda_engine_core.dispatch.worker import Worker
 from pagoda_engine_core.scheduling.ledger import Cause
-from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.scheduling.scheduler import Scheduler

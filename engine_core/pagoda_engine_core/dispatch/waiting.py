@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from pagoda_engine_core.dispatch.fairness import Fairness
 from pagoda_engine_core.dispatch.suspicion import is_suspect
-from pagoda_engine_core.scheduling.policy import Policy
 from pagoda_engine_core.scheduling.request import Request
+from pagoda_engine_core.scheduling.rows import Policy
 
 
 class Rank(IntEnum):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 
 from pagoda_engine_core.scheduling.ledger import Cause
-from pagoda_engine_core.scheduling.request import Choice, ChoiceState
+from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Request
+
+Policy = Callable[[Request], tuple[float, ...]]
+"""Smaller runs earlier. Fixed while a scheduler holds the request; ties go to the one added first."""
 
 _order = attrgetter("order")
 

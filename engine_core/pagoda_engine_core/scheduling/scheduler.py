@@ -19,10 +19,9 @@ from pagoda_engine_core.scheduling.invariants import check_books
 from pagoda_engine_core.scheduling.kv_cache import BlockCounts, KvCache, Prefix, awaits_sibling
 from pagoda_engine_core.scheduling.ledger import Cause, Totals
 from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder, reports
-from pagoda_engine_core.scheduling.policy import Policy
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
 from pagoda_engine_core.scheduling.room import Need, Room
-from pagoda_engine_core.scheduling.rows import Rows
+from pagoda_engine_core.scheduling.rows import Policy, Rows
 from pagoda_engine_core.scheduling.searching import endings, go_on
 from pagoda_engine_core.scheduling.speculation import grant_drafts, may_draft
 from pagoda_engine_core.scheduling.speed import Preemption, Speed

@@ -50,7 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
     model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
     with runtime_dir(settings.build(ServeConfig).data_dir) as directory:
         tower = Tower(settings, model_dir, directory, started)
-        log.info("starting a gateway, an engine core and %s for %s", _counted(tower.workers), model_dir)
+        where, workers = tower.engine.listen, _counted(tower.workers)
+        log.info("starting a gateway, an engine core (%s) and %s for %s", where, workers, model_dir)
         if not settings.build(GatewayConfig).store:
             log.info("files and batches are kept until this ends; --store sqlite:///path/store.db keeps them longer")
         try:

@@ -68,7 +68,7 @@ async def _list(addresses: Sequence[EngineAddress], *, as_json: bool) -> int:
     rows = list(_rows(answers))
     if as_json:
         print(json.dumps(rows, indent=2))
-    else:
+    elif any(answer.error is None for answer in answers):
         print(in_columns([HEADS, *map(_line, rows)]))
     return _told(answers)
 

@@ -125,6 +125,11 @@ def hint(
     return f"; did you mean {spell(near[0])}?" if near else ""
 
 
+def as_key(name: str) -> str:
+    """As a settings file has it."""
+    return f"{name.removeprefix(NO)}: false" if name.startswith(NO) else name
+
+
 def _opposite(name: str) -> str:
     if not name:
         return ""

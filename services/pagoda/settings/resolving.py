@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
-from pagoda.settings.hints import NO, hint
+from pagoda.settings.hints import NO, as_key, hint
 from pagoda.settings.options import ChildConfig, CommonConfig, ModelSourceConfig, ServeConfig
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
@@ -267,10 +267,6 @@ def _variable(name: str) -> str:
     return ALL[name].variable if name in ALL else f"{ALL[name.removeprefix(NO)].variable}=false"
 
 
-def _key(name: str) -> str:
-    return name if name in ALL else f"{name.removeprefix(NO)}: false"
-
-
 def _is_service_link(variable: str, text: str) -> bool:
     return bool(_SERVICE_LINK_NAME.search(variable)) or (
         variable.endswith("_PORT") and bool(_SERVICE_LINK_VALUE.match(text))
@@ -312,7 +308,7 @@ def _from_file(path: str, problems: list[str]) -> dict[str, Value]:
         if name in ALL and name != "config":
             found[name] = Value(value, f"{path}: {name}")
         else:
-            problems.append(f"unknown key {name!r} in {path}{hint(str(name), ALL, _key)}")
+            problems.append(f"unknown key {name!r} in {path}{hint(str(name), ALL, as_key)}")
     return found
 
 

@@ -11,9 +11,9 @@ from tests.engine_core.dispatch.test_router import Bench
 from tests.fakes import make_record
 
 from pagoda_engine_core.dispatch.fairness import MAX_COUNTERS, OUTPUT_COST, SPARED_FOR_S, Fairness
+from pagoda_engine_core.dispatch.policy import fcfs
 from pagoda_engine_core.dispatch.router import LEAST_ROWS_TO_SPARE
 from pagoda_engine_core.dispatch.waiting import Rank, WaitingQueue
-from pagoda_engine_core.scheduling.policy import fcfs
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_proto.params import BACKGROUND_PRIORITY
 

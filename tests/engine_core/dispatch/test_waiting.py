@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.fakes import make_record
 
 from pagoda_engine_core.dispatch.fairness import Fairness
+from pagoda_engine_core.dispatch.policy import fcfs
 from pagoda_engine_core.dispatch.waiting import Rank, WaitingQueue
-from pagoda_engine_core.scheduling.policy import fcfs
 from pagoda_engine_core.scheduling.request import Request
 
 ASKED = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(list(Rank)), st.integers(1, 30)), max_size=30)

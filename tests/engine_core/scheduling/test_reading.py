@@ -10,9 +10,9 @@ from tests.engine_core.fake_worker import make_hello
 from tests.fakes import FakeRunner, make_pool_record, pooled_of
 
 from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.dispatch.policy import POLICIES
 from pagoda_engine_core.scheduling.decoding import News
 from pagoda_engine_core.scheduling.ledger import Cause
-from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.room import MESSAGE_BYTES, TOKEN_BYTES
 from pagoda_engine_core.scheduling.scheduler import Scheduler

@@ -367,7 +367,7 @@ async def test_an_aborted_choice_stays_ended_after_a_resume(engine: FakeEngineCo
     engine.steps = asyncio.Semaphore(2)
     request = record(n=2)
     generation = await client.submit(request)
-    await engine.wait_sent(4)
+    await until(lambda: generation.request.num_output_tokens == 4)
     await generation.abort([1])
     await engine.kill()
     engine.steps = None

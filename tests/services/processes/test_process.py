@@ -12,8 +12,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from shutil import which
 
 import pytest
+from tests.services.processes.terminal import AT_A_TERMINAL
 
 from pagoda.processes.machine import cpu_flags, cpu_quota, memory_info, memory_limit
 from pagoda.processes.process import (
@@ -184,7 +186,7 @@ def test_the_first_signal_asks_and_the_second_one_ends(kind: str, words: list[st
 @pytest.mark.parametrize("kind", ["async", "blocking"])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_closed_terminal_stops_it_unless_nohup_says_otherwise(kind: str, ignored: bool) -> None:
-    command = [*(["nohup"] if ignored else []), sys.executable, "-c", PROGRAM, kind]
+    command = [*AT_A_TERMINAL, *([which("nohup") or "nohup"] if ignored else []), sys.executable, "-c", PROGRAM, kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.services.processes.terminal import AT_A_TERMINAL
 
 from pagoda.processes.supervisor import describe_exit
 
@@ -47,7 +48,9 @@ class Running:
 @contextlib.contextmanager
 def supervise(**children: list[str]) -> Iterator[Running]:
     names = {name.replace("_", "-"): words for name, words in children.items()}
-    process = subprocess.Popen([sys.executable, str(PROGRAM), json.dumps(names)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*AT_A_TERMINAL, sys.executable, str(PROGRAM), json.dumps(names)], stdout=subprocess.PIPE, text=True
+    )
     try:
         yield Running(process)
     finally:

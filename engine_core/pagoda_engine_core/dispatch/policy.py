@@ -6,15 +6,11 @@ first request always advances: preemption cannot go round in circles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pagoda_engine_core.scheduling.request import Request
+from pagoda_engine_core.scheduling.rows import Policy
 from pagoda_proto.params import BACKGROUND_PRIORITY
 
 PRIORITY_LEVEL_S = 10.0
-
-Policy = Callable[[Request], tuple[float, ...]]
-"""Smaller runs earlier. Fixed while a scheduler holds the request; ties go to the one added first."""
 
 
 def fcfs(request: Request) -> tuple[float, ...]:

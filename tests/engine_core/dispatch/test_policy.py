@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from tests.fakes import make_record
 
-from pagoda_engine_core.scheduling.policy import fcfs, priority
+from pagoda_engine_core.dispatch.policy import fcfs, priority
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_proto.params import BACKGROUND_PRIORITY
 
