@@ -26,6 +26,7 @@ SOCKET_OPTIONS = {
     zmq.LINGER: 0,
     zmq.SNDHWM: 1000,
     zmq.RCVHWM: 1000,
+    zmq.HANDSHAKE_IVL: link_times_ms()[1],  # whoever that is who connects
 }
 REFUSED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -71,8 +72,8 @@ class WorkerSocket:
         self.socket = self._context.socket(zmq.ROUTER)  # for pollers
         self._authenticator = admit_only(self._context, self.socket, keys) if keys else None
         ping_ms, dead_ms = link_times_ms(config.worker_dead_s)
-        times = {zmq.HEARTBEAT_IVL: ping_ms, zmq.HEARTBEAT_TIMEOUT: dead_ms, zmq.HANDSHAKE_IVL: dead_ms}
-        for option, value in (SOCKET_OPTIONS | times).items():
+        beats = {zmq.HEARTBEAT_IVL: ping_ms, zmq.HEARTBEAT_TIMEOUT: dead_ms}
+        for option, value in (SOCKET_OPTIONS | beats).items():
             self.socket.setsockopt(option, value)
         self._monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(REFUSED_HANDSHAKES)
         try:

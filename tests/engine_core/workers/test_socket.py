@@ -3,9 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import zmq
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.workers.socket import WorkerSocket
+from pagoda_proto.times import WORKER_DEAD_S
 
 
 @pytest.mark.parametrize(
@@ -36,5 +38,17 @@ def test_loopback_tcp_tells_its_port() -> None:
     try:
         assert bound.endpoint.startswith("tcp://127.0.0.1:")
         assert not bound.endpoint.endswith(":0")
+    finally:
+        bound.close()
+
+
+@pytest.mark.parametrize("dead_s", [3.0, 30.0])
+def test_a_link_is_given_up_no_sooner_than_its_worker_is(dead_s: float) -> None:
+    config = EngineConfig(worker_endpoint="tcp://127.0.0.1:0", worker_dead_s=dead_s, worker_lease_s=dead_s + 1)
+    bound = WorkerSocket(config)
+    try:
+        assert bound.socket.getsockopt(zmq.HEARTBEAT_TIMEOUT) == dead_s * 1000
+        assert bound.socket.getsockopt(zmq.HEARTBEAT_IVL) == dead_s * 1000 / 3
+        assert bound.socket.getsockopt(zmq.HANDSHAKE_IVL) == WORKER_DEAD_S * 1000
     finally:
         bound.close()
