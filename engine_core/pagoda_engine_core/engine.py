@@ -155,11 +155,11 @@ class EngineCore:
         busy = self._inbox.drain(now)
         busy |= self._plan(now)
         self._publish(busy or self.idle)
-        held_up_s = self._guard.tick(self._clock())
+        computes = not self._executor.concurrent
+        before_s = self._guard.tick(self._clock()) if computes else 0.0
         events = self._executor.wait(max(0.0, min(timeout_s, self._router.next_after(now) - self._clock())))
-        waited_s = self._guard.tick(now := self._clock())
-        held_up_s += waited_s if self._executor.concurrent else 0.0  # elsewhere that was the time of a step
-        if held_up_s:  # before answers are taken for as late as they come
+        since_s = self._guard.tick(now := self._clock())  # the time of a step, where it was computed in here
+        if held_up_s := before_s if computes else since_s:  # before answers are taken for as late as they come
             self._router.forgive(held_up_s, now)
             self.admission.forgive(held_up_s, now)
         for event in events:

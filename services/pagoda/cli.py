@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pagoda.processes.process import EXIT_CONFIG, EXIT_CRASH
-from pagoda.settings.hints import hint
+from pagoda.settings.hints import hint, names_of
 from pagoda.settings.resolving import ConfigError, command_options
 
 
@@ -65,7 +65,7 @@ def _flag(name: str) -> str:
 
 def _whose(name: str) -> str:
     """The commands that take this option, for people."""
-    takers = [command for command in SERVING if name in command_options(command)]
+    takers = [command for command in SERVING if name in names_of(command_options(command))]
     return " and ".join(filter(None, (", ".join(takers[:-1]), *takers[-1:])))
 
 

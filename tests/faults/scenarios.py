@@ -209,7 +209,7 @@ def storm(place: Place, *, seed: int = 0, seconds: float = 60.0, clients: int = 
 
     async def ask(client: httpx.AsyncClient, index: int) -> list[Seen]:
         seen: list[Seen] = []
-        while time.monotonic() < until or not told_when or (seen and seen[-1][1].status == 503):
+        while time.monotonic() < until + 60 * (not told_when.total()) or (seen and seen[-1][1].status == 503):
             seen.append((index, await stream(client, requests[index])))
             told_when[seen[-1][1].retry_after is not None] += seen[-1][1].status == 503
         return seen

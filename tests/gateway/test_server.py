@@ -207,7 +207,7 @@ async def test_a_client_that_reads_nothing_frees_its_request(engine: FakeEngineC
             await loop.sock_sendall(sock, raw_post(prompt(stream=True, max_tokens=200_000, logprobs=5)))
             await engine.aborted.wait()
             await until(lambda: not engine.running)
-            assert "pagoda_slow_clients_total" in (await gateway.client.get("/metrics")).text
+            assert 'pagoda_slow_clients_total{model_name="m"} 1.0' in (await gateway.client.get("/metrics")).text
 
 
 async def test_drain_lets_open_requests_finish(engine: FakeEngineCore, start: Start) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 _ONE_DEVICE = "a model runs on one device here; workers starts several whole copies of it"
 _NO_COOKIES = "pages of --allowed-origins may use every method and header; there are no cookies to allow"
@@ -103,31 +104,42 @@ def hint(
 ) -> str:
     """What to add to "unknown NAME": begins with "; ", or is empty.
 
-    `spell` writes a name, `no_` before a switch included, the way it was asked for; `elsewhere` says who else has an
-    option of this name, "" for nobody.
+    `ours` are the names we have, `no_` before those of switches among them. `spell` writes one the way it was asked
+    for; `elsewhere` says who else has an option of this name, "" for nobody.
     """
     plain = name.lstrip("-").replace("-", "_").lower()
     known = list(ours)
     renamed = RENAMED.get(plain) or _opposite(RENAMED.get(plain.removeprefix(NO), ""))
-    target = renamed.removeprefix(NO)
-    if target in known:
-        return f"; here it is {spell(renamed)}"
-    if renamed and elsewhere(target):
-        return f"; here it is {spell(renamed)}, of {elsewhere(target)}"
+    for one in _senses(renamed):
+        if one in known:
+            return f"; here it is {spell(one)}"
+        if elsewhere(one):
+            return f"; here it is {spell(one)}, of {elsewhere(one)}"
     absent = ABSENT.get(plain) or ABSENT.get(plain.removeprefix(NO))
     if absent:
         return f"; {absent}"
-    if elsewhere(plain):
-        return f"; it is an option of {elsewhere(plain)}"
-    if plain.startswith(NO) and plain.removeprefix(NO) in known and spell(plain) != name:
-        return f"; here it is {spell(plain)}"
+    for one in _senses(plain):
+        if one in known and spell(one) != name:
+            return f"; did you mean {spell(one)}?"
+        if one not in known and elsewhere(one):
+            return f"; it is an option of {elsewhere(one)}"
     near = [one for one in difflib.get_close_matches(plain, known, n=2, cutoff=LIKENESS) if spell(one) != name]
     return f"; did you mean {spell(near[0])}?" if near else ""
 
 
-def as_key(name: str) -> str:
-    """As a settings file has it."""
-    return f"{name.removeprefix(NO)}: false" if name.startswith(NO) else name
+def _senses(name: str) -> list[str]:
+    """A name, and what it is without `no_`: only a switch has the former."""
+    return list(dict.fromkeys(filter(None, (name, name.removeprefix(NO)))))
+
+
+def names_of(options: Mapping[str, Any]) -> list[str]:
+    """Of options that know their `type`: their names, and `no_` before those of switches."""
+    return [*options, *(NO + name for name, one in options.items() if one.type is bool)]
+
+
+def as_key(name: str, write: Callable[[str], str] = str) -> str:
+    """As everything but a flag has it."""
+    return f"{write(name.removeprefix(NO))} with the opposite value" if name.startswith(NO) else write(name)
 
 
 def _opposite(name: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
-from pagoda.settings.hints import NO, as_key, hint
+from pagoda.settings.hints import as_key, hint, names_of
 from pagoda.settings.options import ChildConfig, CommonConfig, ModelSourceConfig, ServeConfig
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
@@ -193,9 +193,9 @@ def from_keywords(**keywords: Any) -> Settings:
         ConfigError: all other problems at once.
     """
     offered = command_options("offline")
-    for name in keywords:
-        if name not in offered:
-            raise TypeError(f"unknown option {name!r}{hint(name, offered)}; options are {', '.join(sorted(offered))}")
+    for name in keywords.keys() - offered:
+        told = hint(name, names_of(offered), as_key)
+        raise TypeError(f"unknown option {name!r}{told}; options are {', '.join(sorted(offered))}")
     return _check("offline", {name: Value(value, "keyword argument") for name, value in keywords.items()}, [])
 
 
@@ -259,12 +259,9 @@ def _from_environment(environment: Mapping[str, str], problems: list[str]) -> di
         if name in ALL and variable == ALL[name].variable:
             found[name] = Value(text, variable)
         else:
-            problems.append(f"unknown environment variable {variable}{hint(name, ALL, _variable)}")
+            told = hint(name, names_of(ALL), lambda one: as_key(one, lambda own: ALL[own].variable))
+            problems.append(f"unknown environment variable {variable}{told}")
     return found
-
-
-def _variable(name: str) -> str:
-    return ALL[name].variable if name in ALL else f"{ALL[name.removeprefix(NO)].variable}=false"
 
 
 def _is_service_link(variable: str, text: str) -> bool:
@@ -308,7 +305,7 @@ def _from_file(path: str, problems: list[str]) -> dict[str, Value]:
         if name in ALL and name != "config":
             found[name] = Value(value, f"{path}: {name}")
         else:
-            problems.append(f"unknown key {name!r} in {path}{hint(str(name), ALL, as_key)}")
+            problems.append(f"unknown key {name!r} in {path}{hint(str(name), names_of(ALL), as_key)}")
     return found
 
 

@@ -70,9 +70,11 @@ def test_it_waits_for_the_verdict_and_runs(bench: Bench, checker: ScriptedChecke
 
 
 def test_a_kept_refusal_keeps_nothing_of_those_it_refused(bench: Bench, checker: ScriptedChecker) -> None:
-    bench.submit(formed())
+    together = [bench.submit(formed()) for _ in range(2)]
     bench.settle()
     checker.find("g", BAD)
+    bench.settle()
+    assert len({id(bench.sink.rejections.pop(name)) for name in together} | {id(BAD.error)}) == 3
     refused = [formed() for _ in range(3)]
     for record in refused:
         bench.submit(record)

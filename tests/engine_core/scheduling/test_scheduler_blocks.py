@@ -63,6 +63,22 @@ def test_nothing_is_started_in_a_step_that_preempts() -> None:
     harness.check_all()
 
 
+def test_nor_is_who_would_fit_into_what_was_given_up() -> None:
+    """He goes before the one that was preempted, and begins a step later."""
+    harness = Harness(num_blocks=8, prefix_cache=False, policy="priority")
+    for level in (1, 3):
+        harness.add(make_record([level] * 9, max_tokens=16, priority=level))
+    while harness.scheduler.block_counts.blocks_used < 8:
+        harness.step()
+    harness.add(make_record([2], max_tokens=2, priority=2))
+    while harness.scheduler.totals.preemptions == 0:
+        harness.step()
+    assert harness.plans[-1].new_rows == []
+    assert [len(new.token_ids) for new in harness.step().new_rows] == [1]
+    harness.drain()
+    harness.check_all()
+
+
 def test_a_start_leaves_room_for_what_runs() -> None:
     """The first prompt comes in chunks; the second must not take the blocks the first still needs."""
     harness = Harness(num_blocks=7, chunk_size=4)

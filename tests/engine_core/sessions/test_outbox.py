@@ -11,6 +11,7 @@ from tests.session_frames import FrameReader
 from pagoda_engine_core.dispatch.answers import Full
 from pagoda_engine_core.sessions import outbox as outbox_module
 from pagoda_engine_core.sessions.outbox import FRAME_NUMBERS, Outbox
+from pagoda_engine_core.sessions.session import Mailbox
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta, FinishReason, LedgerEntry, Load, NextTokens, Stream, Usage
 from pagoda_proto.steps import TopLogprobs
@@ -154,3 +155,10 @@ def test_however_it_is_read_the_tokens_are_the_same(
             read(rounds=1)
     read()
     assert received == sent
+
+
+async def test_a_refusal_says_when_to_come_again_and_the_one_that_was_kept_does_not() -> None:
+    mailbox, kept = Mailbox(), PagodaError(ErrorCode.OVERLOADED, "full")
+    mailbox.reject("r", 0, kept, 7.0)
+    assert mailbox.refusal is not None
+    assert (mailbox.refusal.retry_after_s, kept.retry_after_s) == (7.0, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.settings.hints import ABSENT, NO, RENAMED, hint
+from pagoda.settings.hints import ABSENT, NO, RENAMED, as_key, hint, names_of
 from pagoda.settings.resolving import ALL
 
 
@@ -25,7 +25,10 @@ def test_every_name_that_is_offered_instead_exists_and_none_of_the_others_does()
         ("--disable-radix-cache", "; here it is <no_prefix_cache>"),
         ("--no-disable-radix-cache", "; here it is <prefix_cache>"),
         ("--no-enable-chunked-prefill", "; it is always so here"),
-        ("no_page", "; here it is <no_page>"),
+        ("no_page", "; did you mean <no_page>?"),
+        ("no_port", "; did you mean <port>?"),
+        ("--no-async-scheduling", "; here it is <max_steps_in_flight>"),
+        ("--max_rows", "; did you mean <max_rows>?"),
         ("tensor_parallel_size", "; a model runs on one device here; workers starts several whole copies of it"),
         ("--trust-remote-code", "; code that comes with a checkpoint is never run"),
         ("--tokenizer", "; the tokenizer is the one in the model's directory"),
@@ -34,7 +37,7 @@ def test_every_name_that_is_offered_instead_exists_and_none_of_the_others_does()
     ],
 )
 def test_a_name_is_answered_by_what_was_meant(name: str, said: str) -> None:
-    assert hint(name, ALL, "<{}>".format) == said
+    assert hint(name, names_of(ALL), "<{}>".format) == said
 
 
 def test_nothing_is_offered_that_this_command_does_not_have() -> None:
@@ -47,5 +50,13 @@ def test_what_another_command_has_is_said_to_be_there() -> None:
         return "engine-core" if name in ("max_rows", "block_size") else ""
 
     assert hint("max_num_seqs", ["port"], elsewhere=elsewhere) == "; here it is max_rows, of engine-core"
+    assert hint("no_prefix_cache", ["port"], elsewhere=lambda name: "engine-core" * (name == "prefix_cache")) == (
+        "; it is an option of engine-core"
+    )
     assert hint("block_size", ["port"], elsewhere=elsewhere) == "; it is an option of engine-core"
     assert hint("tokenizer", ["port"], elsewhere=elsewhere).startswith("; the tokenizer")
+
+
+def test_what_is_no_flag_has_no_name_for_off() -> None:
+    assert hint("disable_radix_cache", names_of(ALL), as_key) == "; here it is prefix_cache with the opposite value"
+    assert hint("no_page", names_of(ALL), as_key) == "; did you mean page with the opposite value?"
