@@ -40,7 +40,7 @@ class Rule(NamedTuple):
         """What is wrong with the value, "" if nothing is."""
         if self.words and value not in self.words:
             empty = "empty or " if "" in self.words else ""
-            otherwise = f"; {self.otherwise}" if self.otherwise else ""
+            otherwise = f": {self.otherwise}" if self.otherwise else ""
             return f"must be {empty}one of {', '.join(filter(None, self.words))}, got {value!r:.100}{otherwise}"
         if self.least is None or self.most is None or value == self.unset:
             return ""

@@ -44,7 +44,7 @@ class WorkerConfig:
         "",
         "weights as int8, int4 or int4a16 (16-bit activations); empty: as the checkpoint has them",
         words=QUANTIZATIONS,
-        otherwise="leave it out where the checkpoint is quantised already: that is seen from its files",
+        otherwise="leave it out where the checkpoint is quantised already, as is seen from its files",
     )
     kernels: str = option(
         "auto",

@@ -85,7 +85,7 @@ def test_all_problems_are_told_at_once_with_their_sources(tmp_path: Path) -> Non
         f"unknown key 'max_row' in {file['config']}; did you mean max_rows?",
         f"workers must be a whole number, got 'many' (from {file['config']}: workers)",
         "port must be between 0 and 65535, got 99999 (from --port)",
-        "dtype must be one of auto, bfloat16, float16, float32, got 'int3'; half is float16, float is float32 "
+        "dtype must be one of auto, bfloat16, float16, float32, got 'int3': half is float16, float is float32 "
         "(from PAGODA_DTYPE)",
     )
 
