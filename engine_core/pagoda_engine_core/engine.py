@@ -155,11 +155,9 @@ class EngineCore:
         busy = self._inbox.drain(now)
         busy |= self._plan(now)
         self._publish(busy or self.idle)
-        computes = not self._executor.concurrent
-        before_s = self._guard.tick(self._clock()) if computes else 0.0
         events = self._executor.wait(max(0.0, min(timeout_s, self._router.next_after(now) - self._clock())))
-        since_s = self._guard.tick(now := self._clock())  # the time of a step, where it was computed in here
-        if held_up_s := before_s if computes else since_s:  # before answers are taken for as late as they come
+        held_up_s = self._guard.tick(now := self._clock())
+        if held_up_s and self._executor.concurrent:  # else that was a step; before answers are taken for late
             self._router.forgive(held_up_s, now)
             self.admission.forgive(held_up_s, now)
         for event in events:
@@ -392,9 +390,10 @@ class EngineCore:
         self._answers.publish()
         while self._answers.failed:
             self._abandon(self._answers.failed.pop(), self._clock())
-        engine_id, policy = self._load.engine_id, self._config.policy
-        load = views.load_of(engine_id, policy, self._router, self.admission) if load_too else None
-        if load not in (None, self._load):
+        if not load_too:
+            return
+        load = views.load_of(self._load.engine_id, self._config.policy, self._router, self.admission)
+        if load != self._load:
             self._load = load
             for listener in self._listeners:
                 listener()

@@ -129,7 +129,7 @@ class Scheduler:
             num_prompt, num_output = request.num_prompt_tokens, request.max_output_tokens
             message = f"{num_prompt} prompt tokens and up to {num_output} output tokens {unfit}"
             return deltas + request.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, now)
-        order = self._policy(request)  # before anything is changed: whoever asks may have made it
+        order = self._policy(request)  # one that raises leaves the books as they are
         request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_BEHIND, now)
         self._requests[request.request_id] = request
         self._rows.queued_tokens += request.num_prompt_tokens
