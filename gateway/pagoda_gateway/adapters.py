@@ -49,7 +49,7 @@ class AdapterNames:
     def name_all(self, adapters: Mapping[str, tuple[Adapter, str]]) -> None:
         """Raises ValueError when the model itself has one of the names."""
         for name, (adapter, parent) in adapters.items():
-            if name == self._catalogue.model.name:
+            if self._catalogue.is_model(name):
                 raise ValueError(f"lora_modules: {name!a} is the name of the model itself")
             self._name(name, adapter, parent)
 
@@ -124,7 +124,7 @@ class AdapterNames:
 
     def _check_name(self, name: str, *, in_place: bool) -> None:
         names = self._names()
-        if name == self._catalogue.model.name:
+        if self._catalogue.is_model(name):
             raise _refused("lora_name", f"{name[:64]!a} is the model itself")
         if name in names and not in_place:
             raise _refused("lora_name", f"{name[:64]!a} is loaded already; load_inplace true replaces it")

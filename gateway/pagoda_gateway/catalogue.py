@@ -40,7 +40,8 @@ class ServedModel:
 class Catalogue:
     """Served models. To a caller there are those that its key allows; the first is meant where a request names none.
 
-    The first is the model itself and stays; adapters of it come and go. A request keeps what it found.
+    The first is the model itself, which may have other names, and stays; adapters of it come and go. A request keeps
+    what it found.
     """
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
@@ -50,6 +51,11 @@ class Catalogue:
     def model(self) -> ServedModel:
         """Without an adapter."""
         return next(iter(self))
+
+    def is_model(self, name: str) -> bool:
+        """Whether it is a name of the model itself."""
+        found = self._by_name.get(name)
+        return found is not None and found.adapter is None
 
     def put(self, model: ServedModel) -> None:
         """Served from now on, in place of what has had its name."""

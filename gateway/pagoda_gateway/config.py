@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from pagoda_gateway.clients import KEY_CHARS, TrustedProxies, is_key
 from pagoda_gateway.keys.gate import Auth
@@ -25,7 +26,12 @@ ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
     model: str = option("", "model directory with tokenizer and config files, or GGUF file")
-    served_model_name: str = option("", "name clients use; the directory's name when empty")
+    served_model_name: str = option(
+        "",
+        "names clients use, several with commas between, or as several values; logs and metrics have the first. When"
+        " empty, the directory's name",
+        several=True,
+    )
     engine: str = option("", "engine core address: unix:/path or host:port; several with commas between", required=True)
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     host: str = option("127.0.0.1", "HTTP address to listen on")
@@ -175,6 +181,12 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         check(self, self._further_problems())
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """At least one."""
+        given = (name.strip() for name in self.served_model_name.split(","))
+        return tuple(dict.fromkeys(filter(None, given))) or (Path(self.model).resolve().name,)
 
     def _further_problems(self) -> Iterator[Problem]:
         if 0 < self.ping_interval_s < LEAST_PING_S:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagoda_gateway.adapters import AdapterNames
@@ -47,12 +48,13 @@ class GatewayContext:
         text: ModelText,
         engine: EngineClient,
         *,
-        served_model_name: str,
+        names: Sequence[str],
         created: int,
         store: Store | None = None,
     ) -> GatewayContext:
-        """With one model, a pool and a budget of the configured sizes, and a store in memory where none is given."""
-        catalogue = Catalogue([ServedModel(name=served_model_name, text=text, engine=engine, created=created)])
+        """With one model of these names, a pool and a budget of the configured sizes, and a store in memory where none
+        is given."""
+        catalogue = Catalogue([ServedModel(name=name, text=text, engine=engine, created=created) for name in names])
         queue = FairQueue(config.max_waiting_texts, config.max_waiting_texts_per_client)
         store = SqliteStore(MEMORY) if store is None else store
         register = KeyRegister(store)

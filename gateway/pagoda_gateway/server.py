@@ -63,7 +63,7 @@ async def serve(
     with contextlib.closing(listener):
         text = await asyncio.to_thread(load_text, config)
         adapters = await asyncio.to_thread(named_adapters, config)
-        metrics = GatewayMetrics(served_name(config))
+        metrics = GatewayMetrics(config.model_names[0])
         parts = _Parts.of(config, text, metrics, health_times)
         parts.ctx.adapters.name_all(adapters)
         guard = ConnectionGuard(config, metrics.slow_client, parts.engine.clock.now)
@@ -101,8 +101,8 @@ class _Parts:
         addresses, waits = EngineAddress.several(config.engine, config.keys_dir), Waits(resume_s=config.resume_wait_s)
         engine = SessionClient(addresses, metrics, waits, log_requests=config.log_requests)
         store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
-        name, now = served_name(config), int(time.time())
-        ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=now, store=store)
+        names, now = config.model_names, int(time.time())
+        ctx = GatewayContext.new(config, text, engine, names=names, created=now, store=store)
         batches = Batches(store)
         return cls(
             ctx=ctx,
@@ -145,10 +145,6 @@ async def tell_who_may_ask(ctx: GatewayContext, listener: socket.socket, report:
         elif not is_private(listener):
             why = "there is no API key (`pagoda keys create NAME` makes one, --api-key names some)"
             logger.warning("listening on %s: whoever reaches it may use it, for %s", ctx.config.host, why)
-
-
-def served_name(config: GatewayConfig) -> str:
-    return config.served_model_name or Path(config.model).resolve().name
 
 
 def load_text(config: GatewayConfig) -> ModelText:

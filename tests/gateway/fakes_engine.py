@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
@@ -233,17 +236,34 @@ def scratch() -> SqliteStore:
     return SCRATCH[-1]
 
 
+def text_of(model_dir: Path) -> ModelText:
+    """One of its own for each who asks, as tests set fields of it. What files are read as is made once of the same
+    files: to compile a template takes longer than most requests."""
+    files = sorted(path for path in model_dir.iterdir() if path.is_file())
+    return copy.copy(_text_of(model_dir.name, tuple((path.name, path.read_bytes()) for path in files)))
+
+
+@functools.cache
+def _text_of(name: str, files: tuple[tuple[str, bytes], ...]) -> ModelText:
+    with TemporaryDirectory() as root:
+        model_dir = Path(root) / name
+        model_dir.mkdir()
+        for file, content in files:
+            (model_dir / file).write_bytes(content)
+        return ModelText.load(model_dir)
+
+
 class Gateway:
     """The text routes around a fake engine, and a client to them."""
 
     def __init__(self, model_dir: Path, script: Script, kept_in: Store | None = None, **config: object) -> None:
-        self.text = ModelText.load(model_dir)
+        self.text = text_of(model_dir)
         self.engine = FakeEngine(script)
         self.context = GatewayContext.new(
             GatewayConfig(**config),  # type: ignore[arg-type]
             self.text,
             self.engine,
-            served_model_name=MODEL,
+            names=[MODEL],
             created=1_700_000_000,
             store=scratch() if kept_in is None else kept_in,
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.gateway.fakes_engine import scratch
+from tests.gateway.fakes_engine import scratch, text_of
 from tests.gateway.http_fakes import error_code
 from tests.gateway.model_dir import write_model_dir
 
@@ -30,7 +30,6 @@ from pagoda_gateway.keys.gate import OptionKeys
 from pagoda_gateway.keys.grants import NO_LIMITS
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.page import files
-from pagoda_gateway.text.model_text import ModelText
 from pagoda_gateway.tickets.tickets import Tickets
 
 
@@ -43,9 +42,7 @@ class Gateway:
         self.metrics = GatewayMetrics("m")
         self.engine = SessionClient([EngineAddress(config.engine)], self.metrics)
         self.health = Health(self.engine, self.metrics)
-        ctx = GatewayContext.new(
-            config, ModelText.load(model), self.engine, served_model_name="m", created=1, store=scratch()
-        )
+        ctx = GatewayContext.new(config, text_of(model), self.engine, names=["m"], created=1, store=scratch())
         background, kept, tickets = BackgroundResponses(ctx), Batches(ctx.store), Tickets(ctx)
         app: Any = create_app(ctx, self.health, self.metrics, background, kept, tickets)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")

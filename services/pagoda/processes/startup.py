@@ -25,7 +25,7 @@ _WORKER_COLOURS = ("green", "yellow", "blue", "bright_cyan")
 
 def announcement(url: str, gateway: GatewayConfig, seconds: float, locked: bool, kind: str = GENERATE) -> str:
     """The text printed once requests can be served; `locked`: they must show an API key. `kind` is the model's."""
-    model = gateway.served_model_name
+    model = gateway.model_names[0]
     header = ' -H "authorization: Bearer $PAGODA_API_KEY"' if locked else ""
     key = 'os.environ["PAGODA_API_KEY"]' if locked else '"none"'
     path, body, lines = _EXAMPLES[kind]
