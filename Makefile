@@ -12,11 +12,16 @@ ARGS ?=
 # Test processes at once; many tests wait for other processes, so four pay off even on two cores.
 TEST_PROCESSES ?= 4
 PACKAGES := services gateway engine_core worker proto
-# pip compiles what it installs on one core, BYTECODE on all.
+# pip compiles what it installs on one core, BYTECODE on all, except for what is seldom imported: that is compiled when it
+# is. Some packages bring files that are no Python.
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
-BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(PACKAGES) || true  # some packages bring files that are no Python
+SELDOM := /(transformers/models|sympy|matplotlib|fontTools|networkx|mpmath|pip|setuptools|mypy|mypyc|tests|torch/(_inductor|_dynamo|onnx))/
+BYTECODE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib $(PACKAGES) || true
+# uv needs a tenth of pip's time. Of pip's settings it is told the index; where it fails, for whatever reason, pip installs.
+UV := uv==0.13.9
+INDEX = $$($(BIN)/pip config list | sed -n "s/.*[.]index-url='\(.*\)'/--default-index \1/p" | tail -n 1)
+INSTALL = { [ -x $(BIN)/uv ] || $(PIP_INSTALL) "$(UV)"; } && $(BIN)/uv pip install --quiet --python $(BIN)/python $(INDEX)
 PROTO_TOOLS := grpcio-tools==1.78.0
-LOCK_TOOL := uv==0.13.9
 PROTO := proto/pagoda_proto/engine/v1/engine.proto
 
 .PHONY: redis-server browser help install run test test-clients test-containers test-matrix check lint format types arch proto proto-check locks bench chaos-demo soak clean
@@ -34,7 +39,7 @@ test: $(VENV)/.installed-dev redis-server browser  ## the whole test suite; ARGS
 	OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
 
 # Debian's, else the one that playwright downloads. Without any the page's tests fail and say so; others run.
-browser: $(VENV)/.installed-dev  ## a Chromium for the page's tests, if there is none
+browser: $(VENV)/.installed-dev | redis-server  ## a Chromium for the page's tests, if there is none
 	@$(BIN)/python -m tests.e2e.browser 2>/dev/null || { \
 	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null && \
@@ -76,8 +81,8 @@ proto-check: $(VENV)/.proto  ## is the committed gRPC code what engine.proto say
 	for file in $$(cd "$$out" && find . -type f); do \
 	  cmp "$$out/$$file" "proto/$$file" || { echo "run: make proto"; exit 1; }; done
 
-locks: $(VENV)/.locks  ## lock anew what the images install
-	set -e; lock() { out=$$1; shift; $(VENV)/.locks/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade \
+locks: $(BIN)/uv  ## lock anew what the images install
+	set -e; lock() { out=$$1; shift; $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade \
 	  --generate-hashes --no-annotate --custom-compile-command "make locks" -o "deploy/locks/$$out.txt" "$$@"; }; \
 	lock build deploy/locks/build.in; \
 	lock gateway pyproject.toml --extra gateway --extra redis; \
@@ -125,6 +130,9 @@ $(BIN)/pip:
 	  fi; }
 	$(PYTHON) -m venv $(VENV)
 
+$(BIN)/uv: | $(BIN)/pip
+	$(PIP_INSTALL) "$(UV)"
+
 # torch first and by itself: it is the one package of which a machine may want another build. Our kernels are compiled
 # meanwhile; where that fails, the build hook says so.
 $(VENV)/.torch: | $(BIN)/pip
@@ -133,27 +141,26 @@ $(VENV)/.torch: | $(BIN)/pip
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/.torch
-	$(PIP_INSTALL) -e '.[all]'
+	@echo 'installing the packages that serving needs'
+	@$(INSTALL) -e '.[all]' || $(PIP_INSTALL) -e '.[all]'
 	@$(BYTECODE)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.torch
-	$(PIP_INSTALL) -e '.[dev]'
+	@echo 'installing the packages that development needs'
+	@$(INSTALL) -e '.[dev]' || $(PIP_INSTALL) -e '.[dev]'
 	@$(BYTECODE)
 	@touch $@ $(VENV)/.installed
 
 # The oldest of all that pyproject.toml says is enough; what only tests need is the newest that goes with it.
-.venv-oldest/.installed-dev: pyproject.toml | $(VENV)/.locks
+.venv-oldest/.installed-dev: pyproject.toml | $(BIN)/uv
 	$(PYTHON) -m venv --clear .venv-oldest
-	$(VENV)/.locks/bin/uv pip compile --quiet --resolution lowest-direct --python .venv-oldest/bin/python pyproject.toml \
+	$(BIN)/uv pip compile --quiet --resolution lowest-direct --python .venv-oldest/bin/python pyproject.toml \
 	  --extra all --extra gpu --extra redis --extra client -o .venv-oldest/oldest.txt
-	$(VENV)/.locks/bin/uv pip install --quiet --python .venv-oldest/bin/python -c .venv-oldest/oldest.txt -e '.[dev]'
+	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python -c .venv-oldest/oldest.txt -e '.[dev]'
 	@touch $@
 
 $(VENV)/.proto: | $(BIN)/pip
 	$(PYTHON) -m venv $@
 	$@/bin/pip install --quiet --disable-pip-version-check "$(PROTO_TOOLS)" || { rm -rf $@; exit 1; }
 
-$(VENV)/.locks: | $(BIN)/pip
-	$(PYTHON) -m venv $@
-	$@/bin/pip install --quiet --disable-pip-version-check "$(LOCK_TOOL)" || { rm -rf $@; exit 1; }
