@@ -124,12 +124,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection of garbage looks through it again, nor does the end of the process.
+    """What was imported stays: no collection of garbage looks through it, be it once, nor does the end of the process.
 
     What is left to torch has one thread: with several test processes, each product would wait for its share of a core
     that another one has.
     """
-    gc.collect()
     gc.freeze()
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)

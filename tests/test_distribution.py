@@ -14,11 +14,13 @@ DIES = "import os\ndef test_before(): pass\ndef test_dies(): os._exit(1)\ndef te
 def closing_line(tests: Path, *words: str) -> str:
     (tests / "conftest.py").write_text(DEALT)
     (tests / "pytest.ini").write_text("")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--dist=loadfile", "--no-loadscope-reorder"]
+    # Every process that dies is followed by another: none of them loads more than it needs.
+    command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-p", "no:cacheprovider"]
+    command += ["--dist=loadfile", "--no-loadscope-reorder"]
     done = subprocess.run(
         [*command, *words],
         cwd=tests,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=120,

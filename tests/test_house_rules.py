@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -40,6 +41,24 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
+def source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Of the file's syntax tree: to parse a file and to walk over it costs more than all that is asked of its nodes."""
+    return tuple(ast.walk(ast.parse(source(path))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_dropped() -> Iterator[None]:
+    """Half a million nodes would make every collection of garbage slow for the tests of other modules."""
+    yield
+    nodes.cache_clear()
+
+
 def dotted(node: ast.AST) -> str:
     """`a.b.c` of an attribute chain, "" of anything else."""
     if isinstance(node, ast.Name):
@@ -63,7 +82,7 @@ def test_files_stay_of_a_size_to_be_read_at_once() -> None:
     too_long = {
         name(path): lines
         for path, ceiling in ceilings.items()
-        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > LONGER_FILES.get(name(path), ceiling)
+        if (lines := len(source(path).splitlines())) > LONGER_FILES.get(name(path), ceiling)
     }
     assert not too_long
 
@@ -73,7 +92,7 @@ def test_functions_fit_on_a_screen() -> None:
     for path in product_files():
         if name(path).startswith(LONG_FUNCTIONS_ALLOWED):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > FUNCTION_LINES:
@@ -86,7 +105,7 @@ def test_only_the_settings_read_the_environment() -> None:
     for path in product_files():
         if name(path) in READS_THE_ENVIRONMENT:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if dotted(node) in ENVIRONMENT or ENVIRONMENT & set(imported(node)):
                 found.append(f"{name(path)}:{node.lineno}")  # type: ignore[attr-defined]
     assert not found
@@ -94,7 +113,7 @@ def test_only_the_settings_read_the_environment() -> None:
 
 def test_no_cancellation_is_lost() -> None:
     """Before Python 3.12 wait_for swallows one that comes when what it waits for is done: asyncio.timeout does not."""
-    found = [name(path) for path in product_files() if "asyncio.wait_for" in path.read_text(encoding="utf-8")]
+    found = [name(path) for path in product_files() if "asyncio.wait_for" in source(path)]
     assert not found
 
 
@@ -103,7 +122,7 @@ def test_nothing_is_left_for_later() -> None:
     found = [
         f"{name(path)}:{number}"
         for path in product_files()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for number, line in enumerate(source(path).splitlines(), 1)
         if later.search(line)
     ]
     assert not found
@@ -178,7 +197,10 @@ def test_every_room_says_in_a_sentence_what_it_is_for() -> None:
 
 
 def _docstring(path: Path) -> str:
-    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" if path.exists() else ""
+    if not path.exists():
+        return ""
+    (module,) = (node for node in nodes(path) if isinstance(node, ast.Module))
+    return ast.get_docstring(module) or ""
 
 
 def test_the_architecture_names_every_room() -> None:

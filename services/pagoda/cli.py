@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pagoda.processes.process import EXIT_CONFIG, EXIT_CRASH
+from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH
 from pagoda.settings.hints import hint, names_of
-from pagoda.settings.resolving import ConfigError, command_options
+from pagoda.settings.problems import ConfigError
 
 
 class Command(NamedTuple):
@@ -65,6 +65,8 @@ def _flag(name: str) -> str:
 
 def _whose(name: str) -> str:
     """The commands that take this option, for people."""
+    from pagoda.settings.resolving import command_options
+
     takers = [command for command in SERVING if name in names_of(command_options(command))]
     return " and ".join(filter(None, (", ".join(takers[:-1]), *takers[-1:])))
 
@@ -89,7 +91,7 @@ def parser_of(chosen: str = "") -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (see `pagoda.processes.process`)."""
+    """Run one command; returns the exit code (see `pagoda.processes.exit_codes`)."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: no name ends a command that prints it
     words = list(sys.argv[1:] if argv is None else argv)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def main() -> int:
 
 @dataclass
 class Tab:
-    """The page in a context of its own; what it stores is gone with it."""
+    """The page, as `opened` shows it."""
 
     page: Page
     url: str
@@ -130,18 +130,36 @@ class Tab:
 
 
 @contextlib.contextmanager
-def open_tab(browser: Browser, url: str, key: str = "", **options: Any) -> Iterator[Tab]:
-    """`key` is what was typed in before. The page is judged by what it did when the tab is closed."""
+def blank_page(browser: Browser, key: str = "", **options: Any) -> Iterator[Page]:
+    """A context of its own with one page, which shows nothing yet. `key` is what was typed in before."""
     context = browser.new_context(viewport=options.pop("viewport", WIDE), reduced_motion="reduce", **options)
     context.set_default_timeout(PATIENCE_MS)
     if key:
         context.add_init_script(f"sessionStorage.setItem('pagoda.key', {json.dumps(key)})")
-    tab = Tab(context.new_page(), url)
-    tab.page.on("request", lambda request: tab.requested.append(request.url))
-    tab.page.on("pageerror", lambda error: tab.wrongs.append(f"raised {error}"))
-    tab.page.on(
-        "console", lambda said: tab.wrongs.append(said.text) if "Content Security Policy" in said.text else None
-    )
+    try:
+        yield context.new_page()
+    finally:
+        context.close()
+
+
+@contextlib.contextmanager
+def open_tab(browser: Browser, url: str, key: str = "", **options: Any) -> Iterator[Tab]:
+    with blank_page(browser, key, **options) as page, opened(page, url) as tab:
+        yield tab
+
+
+@contextlib.contextmanager
+def opened(page: Page, url: str) -> Iterator[Tab]:
+    """The page as somebody sees it who was never there; judged in the end by what it did. It is blank before and after:
+    four processes of a browser start with every new one."""
+    tab = Tab(page, url)
+    listeners: dict[Any, Callable[[Any], None]] = {
+        "request": lambda request: tab.requested.append(request.url),
+        "pageerror": lambda error: tab.wrongs.append(f"raised {error}"),
+        "console": lambda said: tab.wrongs.append(said.text) if "Content Security Policy" in said.text else None,
+    }
+    for event, listener in listeners.items():
+        page.on(event, listener)
     try:
         tab.page.goto(url + "/")
         tab.page.locator("#model option").first.wait_for(state="attached")
@@ -150,7 +168,22 @@ def open_tab(browser: Browser, url: str, key: str = "", **options: Any) -> Itera
         if wrongs:
             raise AssertionError(f"the page did what it must not: {wrongs}")
     finally:
-        context.close()
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
+        _forget(page, url)
+
+
+def _forget(page: Page, url: str) -> None:
+    """All that the page and its visitor have left: answers that are made up, stored things, permissions, media."""
+    page.unroute_all()
+    page.evaluate("sessionStorage.clear()")
+    page.goto("about:blank")  # so that nothing is written any more
+    session = page.context.new_cdp_session(page)
+    session.send("Storage.clearDataForOrigin", {"origin": url, "storageTypes": "all"})
+    session.detach()
+    page.context.clear_cookies()
+    page.context.clear_permissions()
+    page.emulate_media(color_scheme="light", reduced_motion="reduce")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import openai
 import psutil
 from bench.sides import is_ready
@@ -23,6 +25,7 @@ from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc
 
 READY_TIMEOUT_S = 240.0
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # a client that makes its own reads all authorities first: 30 ms
 
 
 def free_port() -> int:
@@ -45,12 +48,26 @@ class Stack:
 
     def client(self, **options: Any) -> openai.OpenAI:
         """Closed with the stack, at the latest."""
-        client = openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0} | options)
+        options = {
+            "api_key": "none",
+            "max_retries": 0,
+            "http_client": openai.DefaultHttpxClient(verify=NO_TLS),
+        } | options
+        client = openai.OpenAI(base_url=f"{self.url}/v1", **options)
         self.clients.append(client)
         return client
 
     def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
+        http = openai.DefaultAsyncHttpxClient(verify=NO_TLS)
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240, http_client=http
+        )
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, verify=NO_TLS, **{"timeout": 120} | options)
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, verify=NO_TLS, **{"timeout": 120} | options)
 
     def children(self, role: str) -> list[psutil.Process]:
         """The processes of one tier: gateway, engine-core or worker."""
@@ -110,7 +127,11 @@ class Stack:
 
 @contextlib.contextmanager
 def running_stack(tmp_path: Path, *arguments: str, model: str = "", workers: int = 1) -> Iterator[Stack]:
-    """Start `pagoda serve`, wait until it and all its workers are ready, and make sure that nothing is left after."""
+    """Start `pagoda serve`, wait until it and all its workers are ready, and ask it to end.
+
+    Raises:
+        RuntimeError: it did not end well, or a process of it is left.
+    """
     port, log = free_port(), tmp_path / "serve.log"
     command = [sys.executable, "-m", "pagoda.cli", "serve", *([model] if model else [])]
     command += ["--port", str(port), "--workers", str(workers), "--data-dir", str(tmp_path / "d"), *arguments]
@@ -132,6 +153,10 @@ def running_stack(tmp_path: Path, *arguments: str, model: str = "", workers: int
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
             raise RuntimeError(f"the stack did not stop; log:\n{stack.tail()}") from None
+        else:
+            was_killed = process.returncode == -signal.SIGKILL  # by a test, and was still dying
+            if family and ((process.returncode and not was_killed) or remaining(family)):
+                raise RuntimeError(f"it ended with {process.returncode}, left are {alive(family)}; {stack.tail()}")
         finally:
             for client in stack.clients:
                 client.close()

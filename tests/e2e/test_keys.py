@@ -41,7 +41,7 @@ class Keyed:
         return self.stack.client(api_key=key, timeout=PATIENCE_S)
 
     def get(self, key: str, path: str) -> httpx.Response:
-        return httpx.get(f"{self.stack.url}{path}", headers={"authorization": f"Bearer {key}"}, timeout=PATIENCE_S)
+        return self.stack.get(path, headers={"authorization": f"Bearer {key}"}, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

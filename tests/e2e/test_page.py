@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, Route, expect
-from tests.e2e.browser import NARROW, PATIENCE_MS, Tab, executable, open_tab, running_browser
+from playwright.sync_api import Browser, Locator, Page, Route, expect
+from tests.e2e.browser import NARROW, PATIENCE_MS, Tab, blank_page, executable, open_tab, opened, running_browser
 from tests.e2e.stack import Stack, running_stack
 
 pytestmark = pytest.mark.e2e
@@ -40,11 +40,32 @@ def browser() -> Iterator[Browser]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def page(browser: Browser) -> Iterator[Page]:
+    with blank_page(browser, KEY) as blank:
+        yield blank
+
+
 @pytest.fixture
-def tab(stack: Stack, browser: Browser) -> Iterator[Tab]:
-    with open_tab(browser, stack.url, KEY) as opened:
-        opened.set(temperature="0")
-        yield opened
+def tab(stack: Stack, page: Page) -> Iterator[Tab]:
+    with opened(page, stack.url) as tab:
+        tab.set(temperature="0")
+        yield tab
+
+
+def test_a_page_knows_nothing_of_who_was_there_before(stack: Stack, page: Page) -> None:
+    with opened(page, stack.url) as before:
+        before.answer_with({"content": "made up"})
+        before.page.emulate_media(color_scheme="dark")
+        before.set(system="Be brief.", temperature="0.5")
+        before.ask("Hello!")
+        assert before.conversations()
+    with opened(page, stack.url) as after:
+        assert after.conversations() == []
+        assert after.page.locator("[name=system]").input_value() == ""
+        assert after.page.evaluate("[{...localStorage}, {...sessionStorage}]")[1] == {"pagoda.key": KEY}
+        assert not after.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+        assert "Paris" in after.ask(CAPITAL)
 
 
 def test_without_a_browser_the_tests_fail_and_say_what_to_do() -> None:
@@ -53,7 +74,7 @@ def test_without_a_browser_the_tests_fail_and_say_what_to_do() -> None:
 
 
 def told(stack: Stack, path: str, key: str = KEY) -> Any:
-    return httpx.get(stack.url + path, headers={"authorization": f"Bearer {key}"}, timeout=120).json()
+    return stack.get(path, headers={"authorization": f"Bearer {key}"}).json()
 
 
 def test_an_answer_is_shown_while_it_comes(tab: Tab) -> None:
@@ -291,7 +312,7 @@ def test_errors_are_shown_as_the_server_says_them(tab: Tab, stack: Stack) -> Non
     tab.send("Hello!")
     body = {"model": MODEL, "temperature": 700, "messages": [{"role": "user", "content": "Hello!"}]}
     headers = {"authorization": f"Bearer {KEY}"}
-    error = httpx.post(f"{stack.url}/v1/chat/completions", json=body, headers=headers, timeout=120).json()["error"]
+    error = stack.post("/v1/chat/completions", json=body, headers=headers).json()["error"]
     shown = tab.answer.get_by_role("alert")
     expect(shown.locator(".error-message")).to_have_text(error["message"])
     expect(shown.locator(".error-facts")).to_have_text(f"status 400 · {error['code']} · field temperature")

@@ -19,7 +19,7 @@ from bench.sides import is_ready
 from tests.e2e.stack import Stack, free_port, running_stack
 from tests.e2e.streams import MODEL, formed, plain
 from tests.e2e.tiers import Tiers, tiers_apart
-from tests.faults.variants import TALK, Answer, Client, Counted, answer, with_stop
+from tests.faults.variants import TALK, Answer, Client, Counted, answer, shorter, with_stop
 from tests.gateway.store.redis_server import RedisServer, running_redis
 
 from pagoda.client.httpx2_transport import AsyncResumingTransport
@@ -27,12 +27,13 @@ from pagoda.client.httpx2_transport import AsyncResumingTransport
 pytestmark = pytest.mark.e2e
 
 # Texts, greedy and sampled, one of two choices; a schema, and a call.
-REQUESTS = [plain(1), plain(4), formed(4), formed(5), TALK]
+LONG = 200  # tokens; what happens does so when few are told
+REQUESTS = [shorter(one, LONG) for one in (plain(1), plain(4), formed(4), formed(5), TALK)]
 MESSAGE: dict[str, Any] = {
-    "model": MODEL, "max_tokens": 380, "messages": [{"role": "user", "content": "Tell me a story."}],
+    "model": MODEL, "max_tokens": LONG, "messages": [{"role": "user", "content": "Tell me a story."}],
     "extra_body": {"temperature": 0},
 }  # fmt: skip
-NUM_MESSAGES = 8
+NUM_MESSAGES = 4
 
 
 async def message(client: anthropic.AsyncAnthropic, flowing: Callable[[], None]) -> dict[str, Any]:
@@ -65,8 +66,8 @@ def tiers(place: Path) -> Iterator[Tiers]:
 def requests(stack: Stack) -> list[dict[str, Any]]:
     """And one that ends by a stop string in the later half of what it says."""
     with stack.client() as client:
-        told = client.chat.completions.create(**TALK | {"stream": False}).choices[0].message.content or ""
-    return [*REQUESTS, with_stop(told)]
+        told = client.chat.completions.create(**REQUESTS[-1] | {"stream": False}).choices[0].message.content or ""
+    return [*REQUESTS, shorter(with_stop(told), LONG)]
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
+import psutil
 import pytest
 from tests.e2e.stack import Stack, alive, kill, remaining, running_stack
 
 from pagoda.cli import main
-from pagoda.processes.process import EXIT_CONFIG, EXIT_CRASH, EXIT_OK
+from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH, EXIT_OK
 
 pytestmark = pytest.mark.e2e
 MODEL = "demo"
@@ -70,17 +71,17 @@ def test_prefix_cache_is_reported(stack: Stack) -> None:
     ],
 )
 def test_a_bad_field_is_a_400_that_names_it(stack: Stack, body: dict, param: str) -> None:
-    answer = httpx.post(f"{stack.url}/v1/completions", json={"model": MODEL, "prompt": "hi", **body}, timeout=120)
+    answer = stack.post("/v1/completions", json={"model": MODEL, "prompt": "hi", **body})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
 
 
-def test_64_streams_of_128_tokens_all_complete(stack: Stack) -> None:
+def test_64_streams_all_complete(stack: Stack) -> None:
     async def one(client: openai.AsyncOpenAI, index: int) -> int:
         stream = await client.completions.create(
             model=MODEL,
             prompt=[(index * 7 + k) % 200 + 30 for k in range(20 + index)],
-            max_tokens=128,
+            max_tokens=40,
             stream=True,
             stream_options={"include_usage": True},
             extra_body={"ignore_eos": True},
@@ -97,7 +98,7 @@ def test_64_streams_of_128_tokens_all_complete(stack: Stack) -> None:
         async with stack.async_client() as client:
             return await asyncio.gather(*(one(client, index) for index in range(64)))
 
-    assert asyncio.run(all_of_them()) == [128] * 64
+    assert asyncio.run(all_of_them()) == [40] * 64
     stack.wait_until(lambda: stack.stats().blocks_used == 0)
 
 
@@ -129,7 +130,7 @@ def test_a_finished_request_is_computed_again_bit_for_bit(
     answer = stack.client().completions.create(
         model=MODEL, prompt="hello", n=2, temperature=0.9, logprobs=2, max_tokens=40, extra_body={"ignore_eos": True}
     )
-    kept, file = httpx.get(f"{stack.url}/v1/requests/{answer.id}/transcript").json(), tmp_path / "t.json"
+    kept, file = stack.get(f"/v1/requests/{answer.id}/transcript").json(), tmp_path / "t.json"
 
     def replayed(*options: str) -> tuple[int, str]:
         file.write_text(json.dumps(kept))
@@ -156,11 +157,24 @@ PATHS = ["/health", "/health/live", "/health/ready", "/health/startup", "/versio
 
 @pytest.mark.parametrize("path", PATHS)
 def test_operations_endpoints_answer(stack: Stack, path: str) -> None:
-    assert httpx.get(stack.url + path).status_code == 200
+    assert stack.get(path).status_code == 200
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_sec_02_a_tower_listens_on_its_http_port_and_on_nothing_else(stack: Stack) -> None:
+    listening = {
+        (connection.laddr.ip, connection.laddr.port)
+        for process in stack.family()
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {("127.0.0.1", stack.port)}
+    [socket] = stack.data_dir.rglob("engine.sock")
+    assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
 def test_nothing_is_left_after_the_supervisor_ends(tmp_path: Path, signum: signal.Signals) -> None:
+    """By SIGTERM every stack of these tests is ended, as `running_stack` sees."""
     with running_stack(tmp_path) as stack:
         family = stack.family()
         assert len(family) == 4
@@ -171,9 +185,8 @@ def test_nothing_is_left_after_the_supervisor_ends(tmp_path: Path, signum: signa
             assert stack.process.returncode == 0, stack.tail()
 
 
-def test_a_killed_gateway_comes_back_on_its_port(tmp_path: Path) -> None:
-    with running_stack(tmp_path) as stack:
-        kill(stack.children("gateway")[0].pid)
-        stack.wait_until(lambda: not stack.ready())
-        stack.wait_until(stack.ready)
-        assert stack.client().models.list().data
+def test_a_killed_gateway_comes_back_on_its_port(stack: Stack) -> None:
+    kill(stack.children("gateway")[0].pid)
+    stack.wait_until(lambda: not stack.ready())
+    stack.wait_until(stack.ready)
+    assert stack.client().models.list().data

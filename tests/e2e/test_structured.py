@@ -37,8 +37,13 @@ def check_form(request: Request, choice: Seen) -> None:
         jsonschema.validate(json.loads(choice.text), request["response_format"]["json_schema"]["schema"])
 
 
-def test_a_worker_may_be_killed_under_it(stack: Stack) -> None:
-    undisturbed = [asyncio.run(run_all(stack, [request]))[0] for request in requests()]
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack) -> list[list[Seen]]:
+    """Each request alone."""
+    return [asyncio.run(run_all(stack, [request]))[0] for request in requests()]
+
+
+def test_a_worker_may_be_killed_under_it(stack: Stack, undisturbed: list[list[Seen]]) -> None:
     for request, choices in zip(requests(), undisturbed, strict=True):
         for choice in choices:
             assert choice.finish in ("stop", "tool_calls"), choice.text
@@ -54,9 +59,8 @@ def test_a_worker_may_be_killed_under_it(stack: Stack) -> None:
     stack.wait_until(lambda: len(stack.ready_workers()) == 2)
 
 
-def test_the_engine_core_may_be_killed_under_it(stack: Stack) -> None:
+def test_the_engine_core_may_be_killed_under_it(stack: Stack, undisturbed: list[list[Seen]]) -> None:
     """Its successor judges no grammar of what has begun."""
-    undisturbed = asyncio.run(run_all(stack, requests()))
     victim = stack.children("engine-core")[0]
     assert asyncio.run(run_all(stack, requests(), lambda: kill(victim.pid))) == undisturbed
     assert not victim.is_running()

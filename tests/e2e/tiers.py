@@ -51,9 +51,11 @@ class Tiers:
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            logs = {path.name: path.read_text()[-1500:] for path in self.directory.glob("*.log")}
-            assert time.monotonic() < deadline, logs
+            assert time.monotonic() < deadline, self._logs()
             time.sleep(0.1)
+
+    def _logs(self) -> dict[str, str]:
+        return {path.name: path.read_text()[-1500:] for path in self.directory.glob("*.log")}
 
     def stop(self) -> None:
         for process in reversed(self._started):

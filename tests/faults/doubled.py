@@ -6,14 +6,14 @@ The first engine core has a proxy before it, on the side of the gateways and on 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
 import httpx
 import psutil
 from bench.sides import is_ready
-from tests.e2e.stack import free_port
+from tests.e2e.stack import NO_TLS, free_port
 from tests.e2e.tiers import Tiers, tiers_apart
 from tests.faults.proxy import ChaosProxy
 from tests.faults.variants import ADAPTER
@@ -102,13 +102,19 @@ class Doubled:
             return []
         return [worker.worker_id for worker in workers if worker.state == "ready"]
 
+    def rows(self, core: str, names: Sequence[str]) -> int:
+        """What these workers compute now."""
+        with self._admin(core) as admin:
+            workers = admin.ListWorkers(pb.ListWorkersRequest(), timeout=30).workers
+        return sum(worker.num_rows for worker in workers if worker.worker_id in names)
+
     def stats(self, core: str) -> pb.GetStatsResponse:
         with self._admin(core) as admin:
             return admin.GetStats(pb.GetStatsRequest(), timeout=30)
 
     def num_moved(self) -> int:
         """Requests that gateways have submitted again, so far; of those gateways that are up."""
-        pages = [httpx.get(f"{url}/metrics", timeout=30).text for url in self.urls if is_ready(url)]
+        pages = [httpx.get(f"{url}/metrics", timeout=30, verify=NO_TLS).text for url in self.urls if is_ready(url)]
         found = [line for page in pages for line in page.splitlines() if line.startswith(RESUMED)]
         return sum(int(float(line.split()[-1])) for line in found)
 

@@ -23,6 +23,7 @@ def _run(
     act: Callable[[Flow], Awaitable[None]],
     *,
     again: bool = False,
+    rests: bool = False,
     resumes: bool = False,
     timeout_s: float = 240.0,
     max_retries: int = 0,
@@ -36,7 +37,7 @@ def _run(
         await act(flow)
 
     patience = {"timeout_s": timeout_s, "max_retries": max_retries}
-    num_resumed = asyncio.run(disturbed(place.urls, oracle, disturb, report, again=again, **patience))
+    num_resumed = asyncio.run(disturbed(place.urls, oracle, disturb, report, again=again, rests=rests, **patience))
     report.note = "; ".join(filter(None, [report.note, f"{num_resumed} streams resumed"]))
     if resumes and not num_resumed:
         report.problems.append("no stream was gone on with at the other gateway")
@@ -103,18 +104,20 @@ def cut(place: Doubled, link: str, oracle: Oracle, seconds: float = 8.0) -> Repo
     return _run(place, Report(f"network cut for {seconds:g} s: {ENGINE_CORES[0]} to its {link}s"), oracle, act)
 
 
-def scaled(place: Doubled, oracle: Oracle) -> Report:
-    """An engine core's workers: 1, 4, and 1 again, in mid-stream."""
+def scaled(place: Doubled, oracle: Oracle, letters: str = "bcd", *, rests: bool = False) -> Report:
+    """An engine core's workers: 1, more by those of these letters, and 1 again, in mid-stream. With `rests`, clients
+    pause between their requests."""
     core = ENGINE_CORES[1]
-    report = Report(f"{core}: 1 to 4 to 1 workers")
-    more = [f"{core}-{letter}" for letter in "bcd"]
+    more = [f"{core}-{letter}" for letter in letters]
+    most = 1 + len(more)
+    report = Report(f"{core}: 1 to {most} to 1 workers")
 
     async def act(flow: Flow) -> None:
         for name in more:
             place.start(name)
-        await asyncio.to_thread(place.wait_until, lambda: len(place.workers(core)) == 4)
-        await flow.more(FLOWING)
-        leaving = [f"{core}-a", *more[:2]]
+        await asyncio.to_thread(place.wait_until, lambda: len(place.workers(core)) == most)
+        leaving = [f"{core}-a", *more[:-1]]
+        await asyncio.to_thread(place.wait_until, lambda: place.rows(core, leaving) > 1)
         for name in leaving:
             place.process(name).send_signal(signal.SIGTERM)
         codes = [await asyncio.to_thread(place.exit_code, name) for name in leaving]
@@ -125,4 +128,4 @@ def scaled(place: Doubled, oracle: Oracle) -> Report:
         if not replays:
             report.problems.append("no request went to another worker")
 
-    return _run(place, report, oracle, act, again=True)
+    return _run(place, report, oracle, act, again=True, rests=rests)

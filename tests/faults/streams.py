@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from tests.e2e.stack import NO_TLS
 
 STREAM_TIMEOUT_S = 300.0  # of silence; pings count as sound
 READING_S = 1.5  # what a client takes for an answer before it asks again
@@ -227,7 +228,7 @@ async def run_streams(
             if again:
                 await asyncio.sleep(READING_S)
 
-    async with httpx.AsyncClient(base_url=url, timeout=STREAM_TIMEOUT_S, limits=UNLIMITED) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=STREAM_TIMEOUT_S, limits=UNLIMITED, verify=NO_TLS) as client:
         running = [asyncio.create_task(one_client(client)) for _ in range(clients)]
         everything = asyncio.gather(*running)
         everything.add_done_callback(lambda _: flow.end())

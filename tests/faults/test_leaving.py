@@ -26,7 +26,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doubled]:
 
 @pytest.fixture(scope="module")
 def oracle(place: Doubled) -> Oracle:
-    return asyncio.run(undisturbed(place.urls))
+    """Not long: what happens does so when all of them together have told a few tokens each."""
+    return asyncio.run(undisturbed(place.urls, max_tokens=200))
 
 
 SEED = 0
@@ -43,7 +44,8 @@ def test_who_is_asked_to_leave_takes_nothing_along(place: Doubled, oracle: Oracl
 
 
 def test_workers_come_and_go(place: Doubled, oracle: Oracle) -> None:
-    check(leaving.scaled(place, oracle))
+    """Streams follow each other while the new ones start: half of them will do."""
+    check(leaving.scaled(place, oracle[::2], letters="bc", rests=True))
 
 
 def test_a_gateway_that_is_killed_breaks_no_stream(place: Doubled, oracle: Oracle) -> None:
@@ -56,7 +58,7 @@ def test_a_gateway_that_stands_still_breaks_no_stream(place: Doubled, oracle: Or
 
 def test_answers_stay_whole_while_one_thing_after_another_goes_wrong(place: Doubled, oracle: Oracle) -> None:
     """`make soak` does it for longer."""
-    check(soak(place, oracle, 8.0, seed=SEED))
+    check(soak(place, oracle[::2], 8.0, seed=SEED))
 
 
 def test_one_seed_makes_one_list_of_faults_of_every_kind() -> None:

@@ -27,7 +27,7 @@ from pagoda_proto.steps import TopLogprobs
 
 U32 = st.integers(0, 2**32 - 1)
 COUNT = st.integers(0, 2**31 - 1)
-TOKENS = st.lists(U32, max_size=6)
+TOKENS = st.lists(U32, max_size=3)  # none, one, several: what is more takes only time to draw
 TOKEN_TUPLE = TOKENS.map(tuple)
 F32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
 F64 = st.floats(allow_nan=False, allow_infinity=False)
@@ -39,8 +39,8 @@ def floats(low: float, high: float, *, exclude_min: bool = False) -> st.SearchSt
 
 
 @st.composite
-def sampling_params(draw: st.DrawFn, *, text: bool = False) -> SamplingParams:
-    """`text`: with the fields that stay on the text side."""
+def sampling_params(draw: st.DrawFn, *, text: bool = False, ends: bool = False) -> SamplingParams:
+    """`text`: with the fields that stay on the text side. `ends`: none that ignore the end of the sequence."""
     min_tokens = draw(COUNT)
     more = {}
     if text:
@@ -62,11 +62,11 @@ def sampling_params(draw: st.DrawFn, *, text: bool = False) -> SamplingParams:
         max_tokens=draw(st.none() | st.integers(max(1, min_tokens), 2**31 - 1)),
         min_tokens=min_tokens,
         stop_token_ids=draw(TOKEN_TUPLE),
-        ignore_eos=(ignore_eos := draw(st.booleans())),
+        ignore_eos=(ignore_eos := not ends and draw(st.booleans())),
         grammar="" if ignore_eos else draw(TEXT),
-        logit_bias=draw(st.dictionaries(U32, floats(-100, 100), max_size=3)),
+        logit_bias=draw(st.dictionaries(U32, floats(-100, 100), max_size=2)),
         allowed_token_ids=draw(TOKEN_TUPLE),
-        bad_words_token_ids=draw(st.lists(st.lists(U32, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)),
+        bad_words_token_ids=draw(st.lists(st.lists(U32, min_size=1, max_size=2).map(tuple), max_size=2).map(tuple)),
         logprobs=draw(st.none() | st.integers(0, MAX_LOGPROBS)),
         prompt_logprobs=draw(st.none() | st.integers(0, MAX_LOGPROBS)),
         **more,
@@ -78,21 +78,29 @@ POOLING = st.builds(
     PoolingParams, output=st.sampled_from((EMBED, TOKEN_EMBED)), normalize=MAYBE, dimensions=COUNT,
     second_start=COUNT, skip=COUNT,
 ) | st.builds(PoolingParams, output=st.just(CLASSIFY), activate=MAYBE)  # fmt: skip
-TASKS = st.builds(
-    Generate, params=sampling_params(), seed=st.integers(0, 2**64 - 1), eos_token_ids=TOKEN_TUPLE
-) | st.builds(Pool, pooling=POOLING)
-RECORDS = st.builds(
-    RequestRecord,
-    request_id=TEXT,
-    prompt_token_ids=TOKENS,
-    task=TASKS,
-    cache_salt=TEXT,
-    priority=st.integers(-(2**31), 2**31 - 1),
-    queue_timeout_s=F64,
-    tenant=TEXT,
-    weight=st.integers(1, 2**32 - 1),
-    adapter=st.none() | st.builds(Adapter, digest=TEXT, path=TEXT),
-)
+
+
+def generating(*, ends: bool = False) -> st.SearchStrategy[Generate]:
+    params = sampling_params(ends=ends)
+    return st.builds(Generate, params=params, seed=st.integers(0, 2**64 - 1), eos_token_ids=TOKEN_TUPLE)
+
+
+def records(tasks: st.SearchStrategy[Generate | Pool]) -> st.SearchStrategy[RequestRecord]:
+    return st.builds(
+        RequestRecord,
+        request_id=TEXT,
+        prompt_token_ids=TOKENS,
+        task=tasks,
+        cache_salt=TEXT,
+        priority=st.integers(-(2**31), 2**31 - 1),
+        queue_timeout_s=F64,
+        tenant=TEXT,
+        weight=st.integers(1, 2**32 - 1),
+        adapter=st.none() | st.builds(Adapter, digest=TEXT, path=TEXT),
+    )
+
+
+RECORDS = records(generating() | st.builds(Pool, pooling=POOLING))
 PRIORS = st.builds(PriorOutput, choice=U32, token_ids=TOKENS, finished=st.booleans())
 LOGPROBS = st.builds(TopLogprobs, F32, U32, TOKENS, st.lists(F32, max_size=3))
 USAGES = st.builds(Usage, prompt_tokens=U32, cached_prompt_tokens=U32, output_tokens=U32, preemptions=U32, replays=U32)

@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.security.starting import Ended, run_worker
 
 from pagoda.tools.checkpoints import locate
 from pagoda_gateway.text.model_text import BadModelFiles, ModelText
@@ -49,9 +48,8 @@ def change_config(model: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def start_worker(model: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pagoda.cli", "worker", "--engine", "tcp://127.0.0.1:9", "--model", str(model)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def start_worker(model: Path) -> Ended:
+    return run_worker(model, model.parent / "worker.log")
 
 
 @pytest.mark.e2e

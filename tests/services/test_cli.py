@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes."""
+"""The command line as a user meets it: real processes; one for all the commands that only say something."""
 
 from __future__ import annotations
 
@@ -6,16 +6,65 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pagoda.cli import COMMANDS
 
+Done = subprocess.CompletedProcess[str]
+Told = Callable[..., Done]
+# Reads the words of one command after the other, and tells of each what `python -m pagoda.cli` would.
+ANSWERS = """
+import contextlib, io, json, sys, traceback
+from pagoda.cli import main
 
-def pagoda(*words: str) -> subprocess.CompletedProcess[str]:
+for line in sys.stdin:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(json.loads(line))
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
+"""
+
+
+def pagoda(*words: str) -> Done:
     command = [sys.executable, "-m", "pagoda.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[Told]:
+    """Like `pagoda`, for what starts nothing. The environment is a test's without variables of ours."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PAGODA_")}
+    environment |= {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    command = [sys.executable, "-c", ANSWERS]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None
+        assert stdout is not None
+
+        def ask(*words: str) -> Done:
+            stdin.write(json.dumps(words) + "\n")
+            stdin.flush()
+            return Done(words, *json.loads(stdout.readline()))
+
+        yield ask
+
+
+def test_the_words_of_many_commands_are_told_as_each_would(told: Told) -> None:
+    """Of every kind one: help, a refusal by the parser, one by the settings, an answer."""
+    for words in (("serve", "--help"), ("serve", "--prt", "1"), ("serve", "--workers", "0"), ("version",)):
+        alone, beside = pagoda(*words), told(*words)
+        assert (beside.returncode, beside.stdout, beside.stderr) == (alone.returncode, alone.stdout, alone.stderr)
 
 
 def test_what_a_terminal_cannot_show_ends_no_command() -> None:
@@ -27,19 +76,19 @@ def test_what_a_terminal_cannot_show_ends_no_command() -> None:
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_has_help(command: str) -> None:
-    done = pagoda(command, "--help")
+def test_every_command_has_help(told: Told, command: str) -> None:
+    done = told(command, "--help")
     assert done.returncode == 0, done.stderr
     assert f"pagoda {command}" in done.stdout
 
 
-def test_the_help_lists_every_command() -> None:
-    text = pagoda("--help").stdout
+def test_the_help_lists_every_command(told: Told) -> None:
+    text = told("--help").stdout
     assert all(command in text for command in COMMANDS)
 
 
-def test_serve_has_the_flags_people_know() -> None:
-    text = pagoda("serve", "--help").stdout
+def test_serve_has_the_flags_people_know(told: Told) -> None:
+    text = told("serve", "--help").stdout
     flags = ("--port", "--served-model-name", "--max-model-len", "--dtype", "--workers", "--kv-cache-gib", "--config")
     assert all(flag in text for flag in flags)
 
@@ -70,27 +119,27 @@ def test_serve_has_the_flags_people_know() -> None:
         (("bench", "serve", "--base-url", "ftp://x"), "base URL must look like http://host:port"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_exit_code_2(words: tuple[str, ...], cause: str) -> None:
-    done = pagoda(*words)
+def test_what_cannot_work_is_one_line_and_exit_code_2(told: Told, words: tuple[str, ...], cause: str) -> None:
+    done = told(*words)
     assert done.returncode == 2
     assert cause in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_config_show_prints_values_and_sources(tmp_path: Path) -> None:
+def test_config_show_prints_values_and_sources(told: Told, tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text("port: 77\n")
-    done = pagoda("config", "show", "--json", "--config", str(file), "--workers", "2", "some/model")
+    done = told("config", "show", "--json", "--config", str(file), "--workers", "2", "some/model")
     rows = {(row["section"], row["option"]): row for row in json.loads(done.stdout)}
     assert rows["gateway", "port"]["value"] == 77
     assert rows["gateway", "port"]["source"] == f"{file}: port"
     assert rows["serve", "workers"] == {"section": "serve", "option": "workers", "value": 2, "source": "--workers"}
     assert rows["worker", "model"]["value"] == "some/model"
-    assert "77" in pagoda("config", "show", "--config", str(file)).stdout
+    assert "77" in told("config", "show", "--config", str(file)).stdout
 
 
-def test_config_validate_is_quiet_when_all_is_well() -> None:
-    done = pagoda("config", "validate")
+def test_config_validate_is_quiet_when_all_is_well(told: Told) -> None:
+    done = told("config", "validate")
     assert (done.returncode, done.stdout) == (0, "")
 
 

@@ -127,6 +127,9 @@ def fake_runner(
     return ModelRunner(loaded, NUM_BLOCKS, config, accelerator=accelerator, sampler=sampler)  # type: ignore[arg-type]
 
 
+GREEDY = SamplingParams(temperature=0.0)
+
+
 def new_row(row_id: int, token_ids: list[int], blocks: list[int], **changes: object) -> NewRow:
     values: dict[str, object] = {
         "row_id": row_id,
@@ -134,7 +137,7 @@ def new_row(row_id: int, token_ids: list[int], blocks: list[int], **changes: obj
         "num_prompt_tokens": len(token_ids),
         "num_computed": 0,
         "block_ids": blocks,
-        "params": SamplingParams(temperature=0.0),
+        "params": GREEDY,
         "seed": 11,
     }
     return NewRow(**{**values, **changes})  # type: ignore[arg-type]

@@ -29,7 +29,8 @@ def check_books(kv: KvCache, requests: Collection[Request], rows: Rows, flights:
         _check_row(choice, kv)
         _check_marks(choice, kv)
     for choice in waiting:
-        _check_swapped(choice, kv)
+        if choice.swapped or choice.num_swapped:
+            _check_swapped(choice, kv)
     _check_flights(flights, running)
     for request in requests:
         _check_search(request)

@@ -18,7 +18,7 @@ from pagoda.bench.report import render, summarise
 from pagoda.bench.workload import BodyMaker, WorkloadRow, WorkloadShape, arrivals, make_rows, read_rows, write_rows
 from pagoda.processes.process import fast_loop
 from pagoda.settings.numbers import number, seed, whole, wholes
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 from pagoda.tools.asking import add_target_arguments, first_model
 from pagoda.tools.http_stream import HttpError, Target
 

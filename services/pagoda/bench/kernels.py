@@ -17,7 +17,7 @@ from rich.table import Table
 
 from pagoda.bench import plot
 from pagoda.settings.numbers import whole, wholes
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 
 if TYPE_CHECKING:
     from pagoda_worker.kernels.measure import Roofline

@@ -17,7 +17,7 @@ from pagoda.bench.report import distribution_ms
 from pagoda.bench.workload import BodyMaker, WorkloadRow, plain_ids
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.numbers import number, seed, whole
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta, NextTokens

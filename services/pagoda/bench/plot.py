@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
 CEILINGS = {"bf16": "black", "int8": "dimgray"}

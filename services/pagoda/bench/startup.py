@@ -30,7 +30,8 @@ from pagoda.bench.workload import BodyMaker, WorkloadRow
 from pagoda.processes.supervisor import python_command
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.numbers import number, whole
-from pagoda.settings.resolving import ConfigError, argument
+from pagoda.settings.problems import ConfigError
+from pagoda.settings.resolving import argument
 from pagoda.tools import checkpoints
 from pagoda.tools.asking import first_model
 from pagoda.tools.http_stream import HttpError, Target

@@ -7,8 +7,8 @@ import asyncio
 import sys
 from typing import Any
 
-from pagoda.processes.process import EXIT_CRASH, EXIT_OK
-from pagoda.settings.resolving import ConfigError
+from pagoda.processes.exit_codes import EXIT_CRASH, EXIT_OK
+from pagoda.settings.problems import ConfigError
 from pagoda.tools.asking import Ask, add_server_arguments, ask, connect
 from pagoda.tools.http_stream import HttpError
 

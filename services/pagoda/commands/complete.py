@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 from pagoda.tools.asking import add_server_arguments, ask, connect
 from pagoda.tools.http_stream import HttpError
 

@@ -22,7 +22,8 @@ from pagoda.processes.rundir import runtime_dir
 from pagoda.settings.flags import add_named_options, given_flags
 from pagoda.settings.numbers import whole
 from pagoda.settings.options import ModelSourceConfig
-from pagoda.settings.resolving import ConfigError, environment_value, resolve
+from pagoda.settings.problems import ConfigError
+from pagoda.settings.resolving import environment_value, resolve
 from pagoda.tools import checkpoints
 from pagoda.tools.http_stream import Connection, HttpError, Target
 from pagoda.tools.version import version_of

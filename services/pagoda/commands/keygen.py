@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from pagoda.settings.numbers import whole
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pagoda.processes.process import EXIT_OK, EXIT_UNREACHABLE
+from pagoda.processes.exit_codes import EXIT_OK, EXIT_UNREACHABLE
 from pagoda.settings.flags import add_named_options, given_flags
 from pagoda.settings.numbers import whole
-from pagoda.settings.resolving import ASKED_OF, ConfigError, resolve
+from pagoda.settings.problems import ConfigError
+from pagoda.settings.resolving import ASKED_OF, resolve
 from pagoda.tools.columns import in_columns
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.keys.api_key import MAX_LIMIT, ApiKey, NewKey

@@ -16,7 +16,7 @@ import msgspec
 
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.numbers import number
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 from pagoda.tools.asking import own_key
 from pagoda.tools.http_stream import Connection, HttpError, Target
 from pagoda_proto.errors import PagodaError

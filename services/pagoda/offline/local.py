@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from pagoda.offline.outputs import OfflineRequest
 from pagoda.settings.options import ModelSourceConfig
-from pagoda.settings.resolving import ConfigError, from_keywords
+from pagoda.settings.problems import ConfigError
+from pagoda.settings.resolving import from_keywords
 from pagoda.tools import checkpoints
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore

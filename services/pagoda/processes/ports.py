@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import socket
 
-from pagoda.settings.resolving import ConfigError, Settings
+from pagoda.settings.problems import ConfigError
+from pagoda.settings.resolving import Settings
 from pagoda_gateway.config import GatewayConfig
 
 

@@ -1,9 +1,5 @@
 """What every process of the tower does around its work: die with its parent, obey signals, report, exit with a meaning.
 
-    0  stopped cleanly        1  crashed
-    2  refused: the configuration cannot work, and starting again will not help
-    3  something it depends on could not be reached at start
-
 The first SIGTERM or SIGINT asks to stop; the second one ends the process at once.
 """
 
@@ -22,12 +18,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH, EXIT_OK, EXIT_UNREACHABLE
 from pagoda.processes.garbage import keep_out_of_collections
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
-EXIT_OK, EXIT_CRASH, EXIT_CONFIG, EXIT_UNREACHABLE = 0, 1, 2, 3
 LONGEST_WHY = 1000  # an event must fit into a pipe at once
 UP_EVENTS = frozenset({"listening", "loaded", "ready"})
 # The last when a terminal is closed, unless nohup has it ignored.

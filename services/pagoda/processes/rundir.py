@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pagoda.settings.resolving import ConfigError, environment_value
+from pagoda.settings.problems import ConfigError
+from pagoda.settings.resolving import environment_value
 
 PREFIX = "pagoda-"
 LONGEST = 107 - len("/pagoda-12345678/workers.sock")  # a unix socket's path has at most 107 bytes

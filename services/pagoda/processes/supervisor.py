@@ -23,7 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
-from pagoda.processes.process import EXIT_CONFIG, EXIT_CRASH, EXIT_OK, STOP_SIGNALS, UP_EVENTS, insists
+from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH, EXIT_OK
+from pagoda.processes.process import STOP_SIGNALS, UP_EVENTS, insists
 from pagoda.processes.restarts import Lives, Pauses
 from pagoda_proto import times
 from pagoda_proto.times import StallGuard

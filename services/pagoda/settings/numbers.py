@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from pagoda.settings.resolving import convert
+from pagoda.settings.values import convert
 from pagoda_proto.options import MOST_NUMBER, MOST_WHOLE, Rule
 
 

@@ -10,6 +10,7 @@ This module is the only reader of the environment.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import typing
@@ -17,14 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 import yaml
 
 from pagoda.settings.hints import as_key, hint, names_of
 from pagoda.settings.options import ChildConfig, CommonConfig, ModelSourceConfig, ServeConfig
+from pagoda.settings.problems import ConfigError
+from pagoda.settings.values import convert
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
-from pagoda_proto.options import TYPE_NAMES, BadOptions, Rule
+from pagoda_proto.options import BadOptions, Rule
 from pagoda_worker.config import WorkerConfig
 
 PREFIX = "PAGODA_"
@@ -58,18 +60,8 @@ ASKED_OF = {"keys": frozenset({"store", "config"}), "workers": frozenset({"engin
 # A Kubernetes service called pagoda* makes every pod see variables such as PAGODA_PORT=tcp://10.0.0.1:8000.
 _SERVICE_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
 _SERVICE_LINK_VALUE = re.compile(r"^(tcp|udp|sctp)://")
-_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
-_WHOLE = re.compile(r"[+-]?[0-9]{1,100}")
 
 C = TypeVar("C")
-
-
-class ConfigError(Exception):
-    """Configuration that cannot be used; one line per problem, each naming the option and where its value came from."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
 
 
 class Option(NamedTuple):
@@ -110,16 +102,18 @@ class Value(NamedTuple):
     source: str
 
 
+_types_of = functools.cache(typing.get_type_hints)
+
+
 def options_of(*configs: type) -> dict[str, Option]:
     """The options of these configs by name; a name several of them have becomes one option."""
     found: dict[str, Option] = {}
     for config in configs:
-        hints = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
             known = found.get(field.name)
             if known is None:
-                known = Option(field.name, hints[field.name], field.metadata["help"], (), (), ())
-            elif known.type != hints[field.name]:
+                known = Option(field.name, _types_of(config)[field.name], field.metadata["help"], (), (), ())
+            elif known.type != _types_of(config)[field.name]:
                 raise TypeError(f"option {field.name} has different types in {known.owners[0]} and {config}")
             found[field.name] = known._replace(
                 owners=(*known.owners, config),
@@ -232,22 +226,6 @@ def _missing(options: Mapping[str, Option], given: Mapping[str, Value]) -> Itera
     for name, option in options.items():
         if option.required and (name not in given or given[name].value == ""):
             yield f"{option.flag} is needed ({option.variable} or {name} in the settings file): {option.help}"
-
-
-def convert(value: Any, type_: Any) -> Any:
-    """The value as the option's type; text from flags and environment is parsed, anything else must fit already.
-
-    Raises:
-        ValueError: it does not fit; the message states rule and value.
-    """
-    if isinstance(value, str) and type_ is bool:
-        value = {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}.get(value.lower(), value)
-    if isinstance(value, str) and type_ is int and _WHOLE.fullmatch(value):
-        return int(value)  # of any size: whether it is too large is for the option's rule to say
-    try:
-        return msgspec.convert(value, type_, strict=not isinstance(value, str))
-    except msgspec.ValidationError:
-        raise ValueError(f"must be {TYPE_NAMES.get(type_, str(type_))}, got {value!r:.100}") from None
 
 
 def _from_environment(environment: Mapping[str, str], problems: list[str]) -> dict[str, Value]:

@@ -6,7 +6,7 @@ import importlib.resources
 import re
 from pathlib import Path
 
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 from pagoda_proto.model_files.files import gguf_in, is_gguf
 
 DEMO_NAME = "pagoda-demo"

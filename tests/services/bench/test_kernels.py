@@ -11,7 +11,7 @@ import pytest
 
 from pagoda.bench import kernels, plot
 from pagoda.cli import main
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 from pagoda_worker.kernels.cpu.build import LIBRARY
 
 needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler here; there is nothing to measure")

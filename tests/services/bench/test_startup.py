@@ -10,7 +10,7 @@ import pytest
 
 from pagoda.bench.startup import Server, drop_from_cache, medians, parts, read_files_s, serve_command
 from pagoda.cli import main
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 
 SAID = [
     (0.5, "anything"),

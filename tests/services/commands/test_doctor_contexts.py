@@ -11,7 +11,7 @@ import torch
 
 from pagoda.cli import main
 from pagoda.commands.doctor import Finding, _contexts
-from pagoda.processes.process import EXIT_CONFIG
+from pagoda.processes.exit_codes import EXIT_CONFIG
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.loading.foresight import contexts_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.cli import main
-from pagoda.processes.process import EXIT_CONFIG, EXIT_OK, EXIT_UNREACHABLE
+from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_OK, EXIT_UNREACHABLE
 from pagoda_gateway.keys.api_key import id_of
 
 

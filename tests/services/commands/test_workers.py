@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from pagoda.cli import main
-from pagoda.processes.process import EXIT_CONFIG, EXIT_OK, EXIT_UNREACHABLE
+from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_OK, EXIT_UNREACHABLE
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 

@@ -11,7 +11,7 @@ import pytest
 from tests.worker.adapters.files import DEMO, RANKS, adapter_of, embedding_factors, spelt, whole_of, write
 
 from pagoda import LLM, AsyncLLM, GenerationFailed, LoRARequest, PagodaError, SamplingParams
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 from pagoda_worker.checkpoints.spec import matrices_of_all
 
 PROMPTS = [f"User: say something about number {index}, and then about it again.\nAssistant:" for index in range(6)]

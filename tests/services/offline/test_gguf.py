@@ -10,7 +10,7 @@ from tests.gguf_files import GgufFile, demo_pairs, demo_tensors, write_demo
 from tests.worker.models.gguf_models import demo_parts
 
 from pagoda import LLM, SamplingParams
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
 CHATS = [[{"role": "user", "content": text}] for text in ("What is 3 plus 4?", "How are you?", "Sort: pear, fig")]

@@ -14,7 +14,7 @@ from tests.worker.encoders.checkpoints import save
 from tokenizers import AddedToken
 
 from pagoda import LLM, PagodaError
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kernels": "torch"}
 DIM, FILLED = 8, 10

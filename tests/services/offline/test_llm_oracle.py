@@ -16,7 +16,8 @@ from tests.worker.models.checkpoints import NATIVE, prompts
 from pagoda import LLM, SamplingParams
 
 NEW_TOKENS = 48  # with the shortest prompt more than any window
-AGAIN = 16  # of them, after what is a prompt then: of whole blocks, or not, as before
+AGAIN = 16  # of them are not in what is a prompt then: of whole blocks, or not, as before
+ENOUGH = 4  # of those: the first reads all that was kept, and one of a prompt of 47 tokens begins a block
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,6 @@ def test_greedy_tokens_are_those_of_transformers(
             assert len(continuation) == NEW_TOKENS
             assert agrees(name, prompt, continuation)
         begun = [prompt + found[:-AGAIN] for prompt, found in zip(prompts(), together, strict=True)]
-        rests = [found[-AGAIN:] for found in together]
-        assert continuations(llm, begun, AGAIN) == rests  # with what is begun cached, where there is a cache
-        assert continuations(llm, begun[-1:], AGAIN) == rests[-1:]
+        rests = [found[-AGAIN:][:ENOUGH] for found in together]
+        assert continuations(llm, begun, ENOUGH) == rests  # with what is begun cached, where there is a cache
+        assert continuations(llm, begun[-1:], ENOUGH) == rests[-1:]

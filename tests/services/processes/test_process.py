@@ -28,7 +28,7 @@ from pagoda.processes.process import (
     fast_loop,
     run_guarded,
 )
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.processes.rundir import LONGEST, runtime_dir
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 
 
 def test_it_is_private_and_gone_afterwards(tmp_path: Path) -> None:

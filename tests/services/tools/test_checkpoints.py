@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.settings.resolving import ConfigError
+from pagoda.settings.problems import ConfigError
 from pagoda.tools.checkpoints import DEMO_NAME, locate, served_name
 
 

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.worker.kernels.levels import levels
-from tests.worker.sampling.test_sampler import oracle_survivors, params_st, row
+from tests.worker.sampling.test_sampler import oracle_survivors, params_st, row, row_of
 
 from pagoda_proto.params import SamplingParams
 from pagoda_worker.kernels.cpu import sampling
@@ -45,6 +46,19 @@ def library(request: pytest.FixtureRequest) -> Iterator[Library]:
     opened = Library([-1, -1], request.param)
     yield opened
     opened.close()
+
+
+Libraries = dict[str, Library]
+
+
+@pytest.fixture(scope="module")
+def libraries() -> Iterator[dict[int, Libraries]]:
+    """Number of threads -> level -> library, for examples that are drawn once and tried at every level."""
+    opened = {threads: {level: Library([-1] * threads, level) for level in levels()} for threads in (1, 2, 3)}
+    yield opened
+    for of_threads in opened.values():
+        for library in of_threads.values():
+            library.close()
 
 
 def run(library: Library, logits: np.ndarray, rows: Sequence[Any]) -> list[Sample | Fault]:
@@ -121,16 +135,23 @@ cases_st = st.lists(
 
 @settings(max_examples=120, deadline=None)
 @given(cases_st, st.sampled_from([V, V + 1, 200, 1023, 1025, 3000]))
-def test_agrees_with_the_oracle_whatever_is_asked(library: Library, cases: list[Any], size: int) -> None:
+def test_agrees_with_the_oracle_whatever_is_asked(libraries: dict[int, Libraries], cases: list[Any], size: int) -> None:
     rows = [row(outputs, seed=seed, **params) for params, outputs, _, seed in cases]
     logits = np.stack([some_logits(kind, size, seed) for _, _, kind, seed in cases])
     expected = sampler.sample(torch.from_numpy(logits.copy()), rows)
-    for r, values, got, oracle in zip(rows, logits, run(library, logits, rows), expected, strict=True):
+    for library in libraries[2].values():
+        assert_agrees(logits, rows, run(library, logits, rows), expected)
+
+
+def assert_agrees(
+    logits: np.ndarray, rows: list[Row], samples: list[Sample | Fault], expected: list[Sample | Fault]
+) -> None:
+    for r, values, got, oracle in zip(rows, logits, samples, expected, strict=True):
         if isinstance(oracle, Fault):
             assert got == oracle
             continue
         assert isinstance(got, Sample)
-        assert got.token_id in acceptable(values, r) | {oracle.token_id}
+        assert got.token_id == oracle.token_id or got.token_id in acceptable(values, r)
         if oracle.logprobs is None:
             assert got.logprobs is None
         elif got.token_id == oracle.token_id:
@@ -159,19 +180,18 @@ MANNERS: list[dict[str, Any]] = [
 
 
 @cache
-def of_any_size(size: int) -> tuple[list[Row], list[tuple[str, int]], list[set[int]]]:
-    """Rows of every manner, what makes the logits of each, and what each may choose: the same for every level."""
+def of_any_size(size: int) -> tuple[list[Row], np.ndarray, list[set[int]]]:
+    """Rows of every manner, the logits of each, and what each may choose: the same for every level."""
     made = [(kind, manner) for kind in ("normal", "peaked", "ties") for manner in MANNERS]
     rows = [row([], prompt=[0], seed=size + i, **manner) for i, (_, manner) in enumerate(made)]
-    logits = [(kind, size + i) for i, (kind, _) in enumerate(made)]
-    chosen = [acceptable(some_logits(kind, size, seed), r) for (kind, seed), r in zip(logits, rows, strict=True)]
-    return rows, logits, chosen
+    logits = np.stack([some_logits(kind, size, size + i) for i, (kind, _) in enumerate(made)])
+    return rows, logits, [acceptable(values, r) for values, r in zip(logits, rows, strict=True)]
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_agrees_with_the_oracle_on_vocabularies_of_any_size(library: Library, size: int) -> None:
-    rows, made, expected = of_any_size(size)
-    got = tokens(run(library, np.stack([some_logits(kind, size, seed) for kind, seed in made]), rows))
+    rows, logits, expected = of_any_size(size)
+    got = tokens(run(library, logits, rows))
     for one, chosen in zip(got, expected, strict=True):
         assert one in chosen
 
@@ -180,7 +200,8 @@ def test_agrees_with_the_oracle_on_vocabularies_of_any_size(library: Library, si
 def many_draws(manner: int) -> tuple[np.ndarray, list[Row], list[int]]:
     """Logits, rows, and what the oracle draws: the same for every level."""
     logits = np.tile(some_logits("normal", 500, 3), (2000, 1))
-    rows = [row([], prompt=[0], seed=seed, **MANNERS[manner]) for seed in range(len(logits))]
+    params = SamplingParams(**MANNERS[manner])
+    rows = [row_of(params, [], prompt=[0], seed=seed) for seed in range(len(logits))]
     return logits, rows, tokens(sampler.sample(torch.from_numpy(logits.copy()), rows))
 
 
@@ -254,7 +275,8 @@ DISTRIBUTIONS: list[dict[str, Any]] = [
 
 @cache
 def rows_to_count(manner: int) -> list[Row]:
-    return [row([0] * (i % 7), prompt=[0], seed=i * 7919, **DISTRIBUTIONS[manner]) for i in range(4000)]
+    params = SamplingParams(**DISTRIBUTIONS[manner])
+    return [row_of(params, [0] * (i % 7), prompt=[0], seed=i * 7919) for i in range(4000)]
 
 
 @pytest.mark.parametrize("manner", range(len(DISTRIBUTIONS)), ids=str)
@@ -276,16 +298,17 @@ def test_sampling_follows_the_distribution(library: Library, manner: int) -> Non
 
 @settings(max_examples=40, deadline=None)
 @given(cases_st, st.sampled_from([V, 1025, 5000]))
-def test_a_row_alone_in_company_and_on_any_threads_is_the_same(library: Library, cases: list[Any], size: int) -> None:
+def test_a_row_alone_in_company_and_on_any_threads_is_the_same(
+    libraries: dict[int, Libraries], cases: list[Any], size: int
+) -> None:
     rows = [row(outputs, seed=seed, **params) for params, outputs, _, seed in cases]
     logits = np.stack([some_logits(kind, size, seed) for _, _, kind, seed in cases])
-    together = run(library, logits, rows)
-    assert together == [run(library, values[None], [r])[0] for values, r in zip(logits, rows, strict=True)]
-    assert together[::-1] == run(library, logits[::-1].copy(), rows[::-1])
-    for threads in (1, 3):
-        other = Library([-1] * threads, library.level)
-        assert run(other, logits, rows) == together
-        other.close()
+    for level, library in libraries[2].items():
+        together = run(library, logits, rows)
+        assert together == [run(library, values[None], [r])[0] for values, r in zip(logits, rows, strict=True)]
+        assert together[::-1] == run(library, logits[::-1].copy(), rows[::-1])
+        for threads in (1, 3):
+            assert run(libraries[threads][level], logits, rows) == together
 
 
 def test_large_rows_alone_in_company_and_on_any_threads_are_the_same(library: Library) -> None:
@@ -331,20 +354,18 @@ def test_positions_of_a_row_at_once_are_the_row_step_by_step(library: Library) -
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.nan])
-@pytest.mark.parametrize("at", [0, 1023, 1024, 2049])
 @pytest.mark.parametrize(
     "params",
     [{"temperature": 0.0}, {}, {"top_k": 2, "logprobs": 1}, {"allowed_token_ids": (5,)}, {"presence_penalty": 1.0}],
 )
-def test_logits_that_are_no_numbers_end_their_row_alone(
-    library: Library, bad: float, at: int, params: dict[str, Any]
-) -> None:
+def test_logits_that_are_no_numbers_end_their_row_alone(library: Library, params: dict[str, Any]) -> None:
     logits = np.stack([some_logits("normal", 2050, seed) for seed in range(3)])
     rows = [row(seed=seed, **params) for seed in range(3)]
     expected = run(library, logits, rows)
-    logits[1, at] = bad
-    assert run(library, logits, rows) == [expected[0], NOT_A_NUMBER, expected[2]]
+    for bad, at in product((math.nan, math.inf, -math.nan), (0, 1023, 1024, 2049)):
+        broken = logits.copy()
+        broken[1, at] = bad
+        assert run(library, broken, rows) == [expected[0], NOT_A_NUMBER, expected[2]], (bad, at)
 
 
 def test_a_row_of_nothing_but_minus_infinity_is_a_fault(library: Library) -> None:
@@ -373,14 +394,14 @@ def reported(kind: str, size: int) -> tuple[torch.Tensor, list[int], dict[int, l
     return logits, targets, {num_top: logprobs.report(logits, targets, num_top) for num_top in (0, 20)}
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal", "ascending", "holes", "peaked"])
-def test_reports_are_the_oracle_s(library: Library, kind: str, size: int) -> None:
-    logits, targets, expected = reported(kind, size)
-    for num_top, reports in expected.items():
-        got = sampling.report(library, logits.clone(), targets, num_top)
-        for ours, theirs in zip(got, reports, strict=True):
-            assert_same_report(ours, theirs)
+def test_reports_are_the_oracle_s(library: Library, kind: str) -> None:
+    for size in SIZES:
+        logits, targets, expected = reported(kind, size)
+        for num_top, reports in expected.items():
+            got = sampling.report(library, logits.clone(), targets, num_top)
+            for ours, theirs in zip(got, reports, strict=True):
+                assert_same_report(ours, theirs)
 
 
 def test_reports_end_before_logits_that_are_no_numbers(library: Library) -> None:

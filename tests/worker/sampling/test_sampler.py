@@ -29,11 +29,21 @@ def row(
     eos: tuple[int, ...] = (),
     **params: Any,
 ) -> Row:
+    return row_of(SamplingParams(**params), outputs, prompt=prompt, seed=seed, eos=eos)
+
+
+def row_of(
+    params: SamplingParams,
+    outputs: list[int] | None = None,
+    *,
+    prompt: list[int] | None = None,
+    seed: int = 5,
+    eos: tuple[int, ...] = (),
+) -> Row:
+    """Of parameters that many rows have: most of a row's cost is to check them."""
     prompt = prompt or [1, 2, 3]
     ids = prompt + (outputs or [])
-    new = new_row(
-        0, ids, [], num_prompt_tokens=len(prompt), params=SamplingParams(**params), seed=seed, eos_token_ids=eos
-    )
+    new = new_row(0, ids, [], num_prompt_tokens=len(prompt), params=params, seed=seed, eos_token_ids=eos)
     return Row.of(new, np.array(ids), np.array([], np.int64))
 
 

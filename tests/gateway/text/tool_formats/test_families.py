@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -9,6 +10,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema.protocols import Validator
 from tests.examples import few
 from tests.gateway.text.tool_formats.walks import Vocabulary, markers_in, vocabulary, walk
 
@@ -248,12 +250,21 @@ def test_what_the_grammar_writes_are_valid_calls(name: str, as_tokens: bool) -> 
         check_calls(read(tool_format, [mixed]), at_least=0)
 
 
+@functools.cache
+def validator_of(name: str) -> Validator:
+    """jsonschema.validate would check the schema each time, which takes longer than all else here."""
+    schema = {"add": SCHEMA, "go": {"type": "object"}}[name]
+    kind = jsonschema.validators.validator_for(schema)
+    kind.check_schema(schema)
+    return kind(schema)
+
+
 def check_calls(events: list[Said], at_least: int) -> None:
     calls = calls_of(events)
     assert len(calls) >= at_least
     for called, arguments, whole in calls:
         assert whole
-        jsonschema.validate(json.loads(arguments), {"add": SCHEMA, "go": {"type": "object"}}[called])
+        validator_of(called).validate(json.loads(arguments))
 
 
 def test_templates_are_recognised_by_their_marks() -> None:

@@ -25,6 +25,7 @@ class Vocabulary(NamedTuple):
     texts: Sequence[bytes]
     markers: Mapping[str, int]
     end: int
+    wishes: Sequence[float]  # by token
 
 
 def markers_in(texts: Sequence[str]) -> tuple[str, ...]:
@@ -46,7 +47,8 @@ def vocabulary(markers: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> Vo
     texts += [text.encode() for text in (*markers, EOS)]
     ids = {text: tokenizer.token_to_id(text) for text in markers}
     end = tokenizer.token_to_id(EOS)
-    return Vocabulary(LLTokenizer(tokenizer.to_str(), n_vocab=len(texts), eos_token=[end]), texts, ids, end)
+    known = LLTokenizer(tokenizer.to_str(), n_vocab=len(texts), eos_token=[end])
+    return Vocabulary(known, texts, ids, end, [_wish(text, at_end=i == end) for i, text in enumerate(texts)])
 
 
 def walk(grammar: str, known: Vocabulary, seed: int, max_tokens: int = 2000) -> str:
@@ -60,7 +62,7 @@ def walk(grammar: str, known: Vocabulary, seed: int, max_tokens: int = 2000) -> 
         assert not matcher.is_error(), (matcher.get_error(), written)
         allowed = [i for i in range(len(known.texts)) if mask[i // 8] >> (i % 8) & 1]
         assert allowed, written
-        token = _chosen(rng, known, allowed)
+        (token,) = rng.choices(allowed, [known.wishes[i] for i in allowed])
         if token == known.end:
             return written.decode()
         assert matcher.consume_token(token)
@@ -68,17 +70,6 @@ def walk(grammar: str, known: Vocabulary, seed: int, max_tokens: int = 2000) -> 
     raise AssertionError(f"no end after {max_tokens} tokens: {written!r}")
 
 
-def _chosen(rng: random.Random, known: Vocabulary, allowed: list[int]) -> int:
-    def wish(token: int) -> float:
-        text = known.texts[token].decode("latin-1")
-        return (
-            40.0
-            if token == known.end or len(text) > 1
-            else 12.0
-            if text in _CLOSING
-            else 4.0
-            if text in _USUAL
-            else 0.2
-        )
-
-    return rng.choices(allowed, [wish(token) for token in allowed])[0]
+def _wish(text: bytes, *, at_end: bool) -> float:
+    char = text.decode("latin-1")
+    return 40.0 if at_end or len(char) > 1 else 12.0 if char in _CLOSING else 4.0 if char in _USUAL else 0.2
