@@ -101,6 +101,7 @@ class Supervisor:
             await self._stop_in_order()
             await asyncio.gather(*keepers)
         finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # none ends what is left to do, which is to end
             pulse.cancel()
             for child in self.children:
                 if child.process is not None and child.process.returncode is None:
