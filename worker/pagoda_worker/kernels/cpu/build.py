@@ -21,8 +21,6 @@ LIBRARY = Path(__file__).parent / "libpagoda.so"
 OPTIMISE = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 WARN = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 FLAGS = [*OPTIMISE, *WARN]
-# Without vector registers all is cut into scalars; looking through them for what could be one load took half the time.
-SCALARS = "-O2 --param=sccvn-max-alias-queries-per-access=20"
 AVX2 = "-mavx2 -mfma -mf16c"
 AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma"
 AVX512_BF16 = AVX512 + " -mavx512bf16 -mavx512vnni"
@@ -37,7 +35,7 @@ class Level(NamedTuple):
 
 
 LEVELS = (
-    Level("base", 0, SCALARS),
+    Level("base", 0, ""),
     Level("avx2", 1, AVX2),
     Level("avxvnni", 1, AVX2 + " -mavxvnni"),
     Level("avx512", 2, AVX512),
