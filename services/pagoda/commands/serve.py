@@ -18,6 +18,7 @@ from pagoda.processes.startup import StartupView, announcement
 from pagoda.processes.supervisor import ChildSpec, Supervisor, python_command
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.options import CommonConfig, ModelSourceConfig, ServeConfig
+from pagoda.settings.problems import ConfigError
 from pagoda.settings.resolving import Settings, child_environment, resolve, secrets, to_arguments
 from pagoda.tools import checkpoints
 from pagoda_engine_core.config import EngineConfig
@@ -46,18 +47,27 @@ def main(arguments: argparse.Namespace) -> int:
     common = settings.build(CommonConfig)
     logs.setup("supervisor", common.log_level, common.log_json)
     refuse_taken_address(settings)
-    model = settings.build(GatewayConfig).model
-    model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
+    given = settings.build(GatewayConfig)
+    refuse_model_among_names(given)
+    model_dir = checkpoints.locate(given.model, settings.build(ModelSourceConfig).revision)
     with runtime_dir(settings.build(ServeConfig).data_dir) as directory:
         tower = Tower(settings, model_dir, directory, started)
         where, workers = tower.engine.listen, _counted(tower.workers)
         log.info("starting a gateway, an engine core (%s) and %s for %s", where, workers, model_dir)
-        if not settings.build(GatewayConfig).store:
+        if not given.store:
             log.info("files and batches are kept until this ends; --store sqlite:///path/store.db keeps them longer")
         try:
             return asyncio.run(Supervisor(tower.children(), tower).run())
         finally:
             tower.view.close()
+
+
+def refuse_model_among_names(given: GatewayConfig) -> None:
+    """A flag of several values takes a MODEL that stands behind it; the bundled model would be served instead."""
+    aliases = given.model_names[1:]
+    taken = [name for name in aliases if not given.model or Path(name).exists()]
+    if taken:
+        raise ConfigError([f"served_model_name: {taken[-1]!a} is taken for a name; MODEL goes before the flags"])
 
 
 def _counted(workers: list[WorkerConfig]) -> str:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from pagoda.cli import parser_of
-from pagoda.commands.serve import Tower
+from pagoda.commands.serve import Tower, refuse_model_among_names
 from pagoda.processes import logs
 from pagoda.processes.startup import announcement
 from pagoda.settings.flags import given_flags
+from pagoda.settings.problems import ConfigError
 from pagoda.settings.resolving import resolve
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
@@ -48,6 +49,18 @@ def test_the_tiers_are_wired_to_each_other() -> None:
     assert gateway.served_model_name == "org/name"
     assert worker.worker_id == "worker-1"
     assert engine.max_model_len == worker.max_model_len == 256
+
+
+@pytest.mark.parametrize(("model", "names"), [("", "m,org/name"), ("/models/some", f"m,{Path(__file__).parent}")])
+def test_a_model_behind_the_names_is_no_name(model: str, names: str) -> None:
+    """`--served-model-name m MODEL`."""
+    with pytest.raises(ConfigError, match="is taken for a name; MODEL goes before the flags"):
+        refuse_model_among_names(GatewayConfig(engine="unix:/e", model=model, served_model_name=names))
+
+
+def test_a_model_may_have_several_names() -> None:
+    for model, names in (("", "m"), ("org/name", "m,gpt-4,org/name")):
+        refuse_model_among_names(GatewayConfig(engine="unix:/e", model=model, served_model_name=names))
 
 
 def test_sec_23_a_key_reaches_the_gateway_and_nobodys_flags() -> None:
