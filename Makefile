@@ -20,7 +20,7 @@ BYTECODE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib $(PA
 # uv needs a tenth of pip's time. Of pip's settings it is told the index; where it fails, for whatever reason, pip installs.
 UV := uv==0.13.9
 INDEX = $$($(BIN)/pip config list | sed -n "s/.*[.]index-url='\(.*\)'/--default-index \1/p" | tail -n 1)
-INSTALL = { [ -x $(BIN)/uv ] || $(PIP_INSTALL) "$(UV)"; } && $(BIN)/uv pip install --quiet --python $(BIN)/python $(INDEX)
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(INDEX)
 PROTO_TOOLS := grpcio-tools==1.78.0
 PROTO := proto/pagoda_proto/engine/v1/engine.proto
 
@@ -131,7 +131,7 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(BIN)/uv: | $(BIN)/pip
-	$(PIP_INSTALL) "$(UV)"
+	-$(PIP_INSTALL) "$(UV)"
 
 # torch first and by itself: it is the one package of which a machine may want another build. Our kernels are compiled
 # meanwhile; where that fails, the build hook says so.
@@ -140,13 +140,13 @@ $(VENV)/.torch: | $(BIN)/pip
 	$(PIP_INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) || exit; wait $$compiling || true
 	@touch $@
 
-$(VENV)/.installed: pyproject.toml | $(VENV)/.torch
+$(VENV)/.installed: pyproject.toml | $(VENV)/.torch $(BIN)/uv
 	@echo 'installing the packages that serving needs'
 	@$(INSTALL) -e '.[all]' || $(PIP_INSTALL) -e '.[all]'
 	@$(BYTECODE)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.torch
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.torch $(BIN)/uv
 	@echo 'installing the packages that development needs'
 	@$(INSTALL) -e '.[dev]' || $(PIP_INSTALL) -e '.[dev]'
 	@$(BYTECODE)

@@ -3,6 +3,7 @@ on with after it; and its batches, of which a gateway that dies loses nothing.""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -135,15 +136,14 @@ def test_one_in_the_background_outlives_the_gateway(stack: Stack, client: openai
     (gateway,) = stack.children("gateway")
     name, last = "", -1
     told: list[Any] = []
-    with pytest.raises((openai.APIError, AssertionError)):
+    with contextlib.suppress(openai.APIError):  # how it breaks off is not always told
         for event in client.responses.create(**LONG):
             told.append(event)
             name = name or event.response.id
             last = event.sequence_number
             if len(told) == 20:
                 kill(gateway.pid)
-        assert told[-1].type == "response.incomplete", "it broke off"
-        raise AssertionError("the gateway was to be killed before")
+    assert told[-1].type != "response.incomplete", "the gateway was to be killed before"
     events = told + list(followed(client, name, last))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert "".join(map(delta_of, events)) == "".join(map(delta_of, undisturbed))

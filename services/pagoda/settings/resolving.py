@@ -187,7 +187,7 @@ def from_keywords(**keywords: Any) -> Settings:
         ConfigError: all other problems at once.
     """
     offered = command_options("offline")
-    for name in keywords.keys() - offered:
+    for name in (one for one in keywords if one not in offered):
         told = hint(name, names_of(offered), as_key)
         raise TypeError(f"unknown option {name!r}{told}; options are {', '.join(sorted(offered))}")
     return _check("offline", {name: Value(value, "keyword argument") for name, value in keywords.items()}, [])
