@@ -32,6 +32,14 @@ from pagoda_worker.device_choice import device_of_worker
 # torch's threads spin this many rounds, some tens of microseconds, and then sleep: a spinning thread takes the core
 # from the gateway or another worker, one that sleeps at once makes every operation wait for its waking.
 QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
+# numpy's threads are of no use to a worker, and a process is forked while it has but one.
+NO_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
+# What each tier imports sooner or later, for its template.
+MODULES = {
+    "gateway": ("pagoda.commands.gateway", "pagoda_gateway.server"),
+    "engine-core": ("pagoda.commands.engine_core", "pagoda_engine_core.server"),
+    "worker": ("pagoda.commands.worker", "pagoda_worker.process.loop", "pagoda_worker.process.startup"),
+}
 
 log = logging.getLogger(__name__)
 
@@ -121,10 +129,12 @@ class Tower:
         return [
             ChildSpec(
                 name="gateway", command=self._gateway_command, environment=plain | secrets(self.gateway),
+                modules=MODULES["gateway"],
                 stop_order=0, stop_timeout_s=gateway_bound_s, silence_timeout_s=times.CHILD_SILENT_S,
             ),
             ChildSpec(
                 name="engine-core", command=lambda: self._command("engine-core", self.engine), environment=plain,
+                modules=MODULES["engine-core"],
                 stop_order=1, stop_timeout_s=self.engine.drain_timeout_s + times.ENGINE_CORE_STOPS_S,
                 silence_timeout_s=times.CHILD_SILENT_S,
             ),
@@ -132,10 +142,11 @@ class Tower:
         ]  # fmt: skip
 
     def _worker_spec(self, config: WorkerConfig) -> ChildSpec:
-        environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(config.threads), **QUIET_THREADS)
+        threads = {"OMP_NUM_THREADS": str(config.threads), **QUIET_THREADS, **NO_THREADS}
+        environment = child_environment(PYTHONUNBUFFERED="1", **threads)
         return ChildSpec(
             name=config.worker_id, command=lambda: self._command("worker", config), environment=environment,
-            stop_order=2, stop_timeout_s=config.drain_timeout_s + times.WORKER_STOPS_S,
+            modules=MODULES["worker"], stop_order=2, stop_timeout_s=config.drain_timeout_s + times.WORKER_STOPS_S,
             silence_timeout_s=times.WORKER_SILENT_S,
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Protocol
 from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH, EXIT_OK
 from pagoda.processes.process import STOP_SIGNALS, UP_EVENTS, insists
 from pagoda.processes.restarts import Lives, Pauses
+from pagoda.processes.template import SUPPORTED, Forked, Template
 from pagoda_proto import times
 from pagoda_proto.times import StallGuard
 
@@ -41,6 +42,7 @@ class ChildSpec:
     name: str
     command: Callable[[], Sequence[str]]
     environment: Mapping[str, str]
+    modules: Sequence[str] = ()  # what it imports; with any, its lives are forks of a template that has imported them
     stop_order: int
     stop_timeout_s: float
     silence_timeout_s: float = 0.0  # a child that sends no event for this long is stuck and killed; 0 is not to care
@@ -61,7 +63,8 @@ class Child:
 
     spec: ChildSpec
     lives: Lives
-    process: asyncio.subprocess.Process | None = None
+    template: Template | None = None
+    process: asyncio.subprocess.Process | Forked | None = None
     heard_at: float = 0.0
     spoke: bool = False  # in this life
     why: str = ""  # what this life said of its failure
@@ -72,6 +75,12 @@ class Child:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """And its template: it may be what hangs."""
+        self.kill_group()
+        if self.template is not None:
+            self.template.kill()
 
     def ask_to_stop(self) -> None:
         if self.process is not None:
@@ -106,16 +115,18 @@ class Supervisor:
             for child in self.children:
                 if child.process is not None and child.process.returncode is None:
                     child.kill_group()
+                if child.template is not None:
+                    await child.template.end()
             for signum in STOP_SIGNALS:
                 loop.remove_signal_handler(signum)
         return EXIT_CRASH if self._killing.is_set() else self._verdict
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
         """Ask for an orderly stop; asked again by who insists, everything is killed."""
-        if self._stopping.is_set() and insists(signum):
-            self._killing.set()
-        else:
+        if not self._stopping.is_set():
             log.info("stopping; a second signal kills everything at once")
+        elif insists(signum):
+            self._killing.set()
         self._stopping.set()
 
     @property
@@ -148,26 +159,16 @@ class Supervisor:
         with contextlib.ExitStack() as ends:
             status_read, status_write = _pipe(ends)
             lines_read, lines_write = _pipe(ends)
-            child.process = await asyncio.create_subprocess_exec(
-                *child.spec.command(),
-                f"--status-fd={status_write.fileno()}",
-                f"--parent-pid={os.getpid()}",
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=lines_write,
-                stderr=lines_write,
-                env=dict(child.spec.environment),
-                pass_fds=(status_write.fileno(),),
-                process_group=0,  # no session: Linux shares processors among sessions first, then among their threads
-            )
+            begin = _fork if child.spec.modules and SUPPORTED else _execute
+            child.process = await begin(child, status_write.fileno(), lines_write.fileno())
             status_write.close()
             lines_write.close()
             ends.pop_all()
-        log.debug("%s started, pid %d", child.spec.name, child.process.pid)
         child.heard_at = time.monotonic()
         child.lives.begin(child.heard_at)
         child.why, child.spoke = "", False
         if self._stopping.is_set():
-            child.kill_group()  # born too late to have anything to finish
+            child.kill_all()  # born too late to have anything to finish
         child.readers = [
             asyncio.create_task(_read_lines(status_read, lambda line: self._take_event(child, line))),
             asyncio.create_task(_read_lines(lines_read, lambda line: self._observer.on_line(child.spec.name, line))),
@@ -193,7 +194,7 @@ class Supervisor:
                 running = child.process is not None and child.process.returncode is None
                 if limit and running and now - child.heard_at > limit:
                     log.error("%s has been silent for %g s and is killed", child.spec.name, limit)
-                    child.kill_group()
+                    child.kill_all()
 
     async def _finish_readers(self, child: Child) -> None:
         """Take the last words; a grandchild that holds the pipe open must not hold us."""
@@ -235,7 +236,7 @@ class Supervisor:
         if not ended.done():
             if not self._killing.is_set():
                 log.warning("%s did not stop within %g s and is killed", child.spec.name, child.spec.stop_timeout_s)
-            child.kill_group()
+            child.kill_all()
         await ended
 
     def _take_event(self, child: Child, line: str) -> None:
@@ -253,6 +254,32 @@ class Supervisor:
         if kind == "failed":
             child.why = str(event.get("why", ""))
         self._observer.on_event(child.spec.name, event)
+
+
+async def _execute(child: Child, status: int, output: int) -> asyncio.subprocess.Process:
+    """Start it afresh."""
+    return await asyncio.create_subprocess_exec(
+        *child.spec.command(),
+        f"--status-fd={status}",
+        f"--parent-pid={os.getpid()}",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=dict(child.spec.environment),
+        pass_fds=(status,),
+        process_group=0,  # no session: Linux shares processors among sessions first, then among their threads
+    )
+
+
+async def _fork(child: Child, status: int, output: int) -> Forked:
+    """Have its template fork it; a template is started where there is none, or where it has died."""
+    if child.template is not None and not child.template.alive:
+        await child.template.end()
+        child.template = None
+    if child.template is None:
+        spec = child.spec
+        child.template = await Template.start(spec.name, spec.modules, spec.environment, output)
+    return child.template.bear(child.spec.command(), status, output)
 
 
 def _pipe(ends: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:

@@ -44,7 +44,7 @@ def main() -> int:
             grandchild = subprocess.Popen(["sleep", "600"])
             Path(value).write_text(str(grandchild.pid))
         elif name == "ready":
-            report(event="ready", pid=os.getpid())
+            report(event="ready", pid=os.getpid(), parent=os.getppid())
         elif name == "why":
             report(event="failed", why=value)
         elif name == "garbage":

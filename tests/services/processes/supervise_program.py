@@ -1,6 +1,8 @@
 """A process that runs a supervisor over children of `child_program`; prints each event as a JSON line.
 
-supervise_program.py '{"name": ["ready", "linger"], ...}'      children stop in the order given
+supervise_program.py HOW '{"name": ["ready", "linger"], ...}'      children stop in the order given
+
+HOW: `forked` off templates, or each life `afresh`.
 """
 
 from __future__ import annotations
@@ -9,14 +11,13 @@ import asyncio
 import json
 import logging
 import sys
-from pathlib import Path
 from typing import Any
 
 from pagoda.processes.restarts import Pauses
 from pagoda.processes.supervisor import ChildSpec, Supervisor
 from pagoda.settings.resolving import child_environment
 
-CHILD = Path(__file__).with_name("child_program.py")
+CHILD = "tests.services.processes.child_program"
 
 
 class Printer:
@@ -27,11 +28,12 @@ class Printer:
         print(json.dumps({"child": child, "event": "line", "line": line}), flush=True)
 
 
-def spec(name: str, words: list[str], order: int) -> ChildSpec:
+def spec(name: str, words: list[str], order: int, how: str) -> ChildSpec:
     return ChildSpec(
         name=name,
-        command=lambda: [sys.executable, str(CHILD), *words],
+        command=lambda: [sys.executable, "-m", CHILD, *words * (100_000 if name == "long" else 1)],
         environment=child_environment(),
+        modules=["no_such_module" if name == "unloadable" else "pagoda.processes.process"] if how == "forked" else (),
         stop_order=order,
         stop_timeout_s=0.5 if "quick" in name else 30.0,
         silence_timeout_s={"mute": 0.5, "beating": 2.5, "wordless": 0.5}.get(name.partition("-")[0], 0.0),
@@ -41,7 +43,8 @@ def spec(name: str, words: list[str], order: int) -> ChildSpec:
 
 async def run() -> int:
     logging.basicConfig(level=logging.INFO)
-    children = [spec(name, words, order) for order, (name, words) in enumerate(json.loads(sys.argv[1]).items())]
+    _, how, programs = sys.argv
+    children = [spec(name, words, order, how) for order, (name, words) in enumerate(json.loads(programs).items())]
     return await Supervisor(children, Printer(), Pauses(first_s=0.01, most_s=0.2, never_up_first_s=0.01)).run()
 
 

@@ -1,78 +1,28 @@
-"""The supervisor with tiny children: each test runs one in a process of its own, as an operator would."""
+"""The supervisor with tiny children: each test runs one in a process of its own, as an operator would.
+
+What it promises holds for children that are started afresh and for those that are forked off templates.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from tests.services.processes.terminal import AT_A_TERMINAL
+from tests.services.processes.supervising import STEADY, gone, supervise
 
 from pagoda.processes.supervisor import describe_exit
 
 pytestmark = pytest.mark.e2e
-PROGRAM = Path(__file__).with_name("supervise_program.py")
-STEADY = ["ready", "linger"]
+HOW = ["forked", "afresh"]
 
 
-class Running:
-    """A supervisor process; `event` reads its events one by one. A child's lines and events come by different pipes,
-    so only those of one kind have an order.
-    """
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-
-    def event(self, **wanted: Any) -> dict[str, Any]:
-        """The next event that has these items."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            event: dict[str, Any] = json.loads(line)
-            if wanted.items() <= event.items():
-                return event
-        raise AssertionError(f"the supervisor ended without the event {wanted}")
-
-    def end(self) -> int:
-        return self.process.wait(timeout=240)
-
-
-@contextlib.contextmanager
-def supervise(**children: list[str]) -> Iterator[Running]:
-    names = {name.replace("_", "-"): words for name, words in children.items()}
-    process = subprocess.Popen(
-        [*AT_A_TERMINAL, sys.executable, str(PROGRAM), json.dumps(names)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        yield Running(process)
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def gone(pid: int) -> bool:
-    """Wait for a process to be gone; False when it stays."""
-    try:
-        psutil.Process(pid).wait(timeout=120)
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.TimeoutExpired:
-        return False
-    return True
-
-
-def test_a_killed_child_is_started_again() -> None:
-    with supervise(one=STEADY, two=STEADY) as running:
+@pytest.mark.parametrize("how", HOW)
+def test_a_killed_child_is_started_again(how: str) -> None:
+    with supervise(how, one=STEADY, two=STEADY) as running:
         first = running.event(child="one", event="ready")["pid"]
         os.kill(first, signal.SIGKILL)
         assert running.event(child="one", event="died")["code"] == -signal.SIGKILL
@@ -91,23 +41,26 @@ def test_a_signal_stops_every_child_and_exits_cleanly(signums: tuple[signal.Sign
         assert all(gone(pid) for pid in pids)
 
 
-def test_kill_9_of_the_supervisor_leaves_no_child() -> None:
-    with supervise(one=STEADY, deaf=["deaf", "ready", "linger"]) as running:
+@pytest.mark.parametrize("how", HOW)
+def test_kill_9_of_the_supervisor_leaves_no_child(how: str) -> None:
+    with supervise(how, one=STEADY, deaf=["deaf", "ready", "linger"]) as running:
         pids = {running.event(event="ready")["pid"] for _ in range(2)}
         running.process.kill()
         assert all(gone(pid) for pid in pids)
 
 
-def test_a_child_that_does_not_stop_is_killed_after_its_bound() -> None:
-    with supervise(quick=["deaf", "ready", "linger"]) as running:
+@pytest.mark.parametrize("how", HOW)
+def test_a_child_that_does_not_stop_is_killed_after_its_bound(how: str) -> None:
+    with supervise(how, quick=["deaf", "ready", "linger"]) as running:
         pid = running.event(event="ready")["pid"]
         running.process.send_signal(signal.SIGTERM)
         assert running.end() == 0
         assert gone(pid)
 
 
-def test_a_second_signal_kills_at_once() -> None:
-    with supervise(deaf=["deaf", "ready", "linger"], other=STEADY) as running:
+@pytest.mark.parametrize("how", HOW)
+def test_a_second_signal_kills_at_once(how: str) -> None:
+    with supervise(how, deaf=["deaf", "ready", "linger"], other=STEADY) as running:
         pids = {running.event(event="ready")["pid"] for _ in range(2)}
         running.process.send_signal(signal.SIGINT)
         running.process.send_signal(signal.SIGTERM)
@@ -115,9 +68,10 @@ def test_a_second_signal_kills_at_once() -> None:
         assert all(gone(pid) for pid in pids)
 
 
-def test_what_a_child_started_dies_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", HOW)
+def test_what_a_child_started_dies_with_it(tmp_path: Path, how: str) -> None:
     note = tmp_path / "pid"
-    with supervise(one=[f"grandchild={note}", *STEADY]) as running:
+    with supervise(how, one=[f"grandchild={note}", *STEADY]) as running:
         pid = running.event(event="ready")["pid"]
         os.kill(pid, signal.SIGKILL)
         running.event(event="died")
@@ -126,26 +80,30 @@ def test_what_a_child_started_dies_with_it(tmp_path: Path) -> None:
         assert gone(first_grandchild) or psutil.Process(first_grandchild).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_refused_configuration_is_not_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
-    with supervise(good=STEADY, bad=["why=the model has no legs", "exit=2"]) as running:
+@pytest.mark.parametrize("how", HOW)
+def test_a_refused_configuration_is_not_tried_again(capfd: pytest.CaptureFixture[str], how: str) -> None:
+    with supervise(how, good=STEADY, bad=["why=the model has no legs", "exit=2"]) as running:
         assert running.end() == 2
     assert "bad cannot start: the model has no legs\n" in capfd.readouterr().err
 
 
-def test_a_child_that_only_crashes_at_start_ends_the_whole(capfd: pytest.CaptureFixture[str]) -> None:
-    with supervise(good=STEADY, bad=["exit=1"]) as running:
+@pytest.mark.parametrize("how", HOW)
+def test_a_child_that_only_crashes_at_start_ends_the_whole(capfd: pytest.CaptureFixture[str], how: str) -> None:
+    with supervise(how, good=STEADY, bad=["exit=1"]) as running:
         assert running.end() == 1
     assert "bad died 3 times before all were up, giving up: exited with code 1\n" in capfd.readouterr().err
 
 
-def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:
-    with supervise(one=[f"crash-once={tmp_path / 'mark'}", *STEADY]) as running:
+@pytest.mark.parametrize("how", HOW)
+def test_a_crash_at_start_is_tried_again(tmp_path: Path, how: str) -> None:
+    with supervise(how, one=[f"crash-once={tmp_path / 'mark'}", *STEADY]) as running:
         assert running.event(event="died")["code"] == 1
         running.event(event="ready")
 
 
-def test_a_silent_child_is_killed_and_started_again() -> None:
-    with supervise(mute=STEADY) as running:
+@pytest.mark.parametrize("how", HOW)
+def test_a_silent_child_is_killed_and_started_again(how: str) -> None:
+    with supervise(how, mute=STEADY) as running:
         first = running.event(event="ready")["pid"]
         assert running.event(event="died")["code"] == -signal.SIGKILL
         assert gone(first)
@@ -192,16 +150,18 @@ def test_a_supervisor_that_was_held_up_still_finds_who_is_stuck() -> None:
         assert running.event(event="died")["code"] == -signal.SIGKILL
 
 
-def test_a_child_that_is_killed_again_and_again_comes_back_every_time() -> None:
-    with supervise(one=STEADY, two=STEADY) as running:
+@pytest.mark.parametrize("how", HOW)
+def test_a_child_that_is_killed_again_and_again_comes_back_every_time(how: str) -> None:
+    with supervise(how, one=STEADY, two=STEADY) as running:
         for _ in range(8):  # more than may die at the start, and until the pauses grow no more
             os.kill(running.event(child="one", event="ready")["pid"], signal.SIGKILL)
         running.event(child="one", event="ready")
 
 
-def test_words_of_children_are_passed_on_whole() -> None:
+@pytest.mark.parametrize("how", HOW)
+def test_words_of_children_are_passed_on_whole(how: str) -> None:
     text = "é" * 40_000  # more bytes than one read takes
-    with supervise(one=["say=40000", *STEADY]) as running:
+    with supervise(how, one=["say=40000", *STEADY]) as running:
         assert running.event(event="line")["line"] == text
 
 

@@ -1,0 +1,206 @@
+"""A process that has imported what a child needs and does nothing else: a child's next life is a fork of it.
+
+Most of a start is imports, two seconds of a worker's. They are done once, by the template, before the first life; each
+life after it begins within milliseconds, so what a stream notices of a death is little more than reading the weights.
+
+Who ends whom: a template has one child at a time and dies with its supervisor, the child with its template. So whatever
+is killed, what is below it goes, too, and the supervisor starts both anew.
+
+Over one socket of whole messages: the supervisor sends the words of a command with the two ends that its life writes
+to; the template answers with the pid, and when the life is over with its exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+from setproctitle import setproctitle
+
+from pagoda.processes.exit_codes import EXIT_CRASH
+from pagoda.processes.garbage import put_off_collections
+from pagoda.processes.process import STOP_SIGNALS, die_with_parent
+
+LARGEST_MESSAGE = 256 * 1024  # bytes, which is more than a socket takes at once
+SUPPORTED = sys.platform.startswith("linux")  # elsewhere nothing takes a child along with its template
+
+
+class Template:
+    """The supervisor's side. It has its own process group, so that a child's can be killed without it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, link: socket.socket) -> None:
+        self.process = process
+        self._link = link
+        self._life: Forked | None = None  # the last one
+
+    @classmethod
+    async def start(cls, name: str, modules: Iterable[str], environment: Mapping[str, str], output: int) -> Template:
+        """Start one for the child of that name; while it imports the modules, it complains to `output`.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link.setblocking(False)
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", __name__, name, str(theirs.fileno()), str(os.getpid()), *modules),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=dict(environment),
+                    pass_fds=(theirs.fileno(),),
+                    process_group=0,
+                )
+            except OSError:
+                link.close()
+                raise
+        return cls(process, link)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    def bear(self, command: Sequence[str], status: int, output: int) -> Forked:
+        """Have it begin a life as `command`, at once or as soon as it has imported everything.
+
+        Args:
+            command: Of the form `python -m MODULE ..`. It is given `--status-fd` and `--parent-pid`.
+            status: Where the life reports to.
+            output: Its stdout and stderr.
+
+        Raises:
+            OSError: the command is too long.
+        """
+        with contextlib.suppress(ConnectionError):  # it has just died, and the life ends with that
+            socket.send_fds(self._link, [json.dumps(list(command)).encode()], [status, output])
+        self._life = Forked(self)
+        return self._life
+
+    async def answer(self) -> dict[str, int]:
+        """What it says next; nothing once it is dead."""
+        with contextlib.suppress(OSError):
+            if told := await asyncio.get_running_loop().sock_recv(self._link, LARGEST_MESSAGE):
+                answer: dict[str, int] = json.loads(told)
+                return answer
+        return {}
+
+    def kill(self) -> None:
+        """And with it the child it has."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    async def end(self) -> None:
+        """Returns when nothing is left of it."""
+        self.kill()
+        if self._life is not None:
+            await self._life.wait()
+        await self.process.wait()
+        self._link.close()
+
+
+class Forked:
+    """One life of a template's child, with what `asyncio.subprocess.Process` offers of a process."""
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+        self._born = False
+        self.pid = template.process.pid  # until it is born
+        self.returncode: int | None = None
+        self._ended = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> int:
+        while (answer := await self._template.answer()) and "code" not in answer:
+            self.pid, self._born = answer["pid"], True
+        if "code" in answer:
+            self.returncode = answer["code"]
+        else:
+            code = await self._template.process.wait()
+            self.returncode = -signal.SIGKILL if self._born else code
+        return self.returncode
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def send_signal(self, signum: int) -> None:
+        if self._born and self.returncode is None:
+            os.kill(self.pid, signum)
+        else:
+            self._template.kill()
+
+
+def main(name: str, link: str, parent: str, *modules: str) -> None:
+    """The template's side."""
+    setproctitle(f"pagoda template ({name})")
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # who asks a child by its name may ask us, too
+    die_with_parent(int(parent))
+    put_off_collections()
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()
+    command = next_life(socket.socket(fileno=int(link)))
+    if command:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        setproctitle(" ".join(command))
+        _, _, module, *arguments = command
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def next_life(link: socket.socket) -> list[str]:
+    """Fork whenever a life is asked for; returns its command in each child, and nothing once no more is wanted."""
+    template, nowhere = os.getpid(), os.open(os.devnull, os.O_WRONLY)
+    while True:
+        told, ends, _, _ = socket.recv_fds(link, LARGEST_MESSAGE, 2)
+        if not told:
+            return []
+        status, output = ends
+        pid = _fork(output)
+        if pid == 0:
+            os.setpgid(0, 0)
+            _write_to(output)
+            for inherited in (link.detach(), output, nowhere):
+                os.close(inherited)
+            return [*json.loads(told), f"--status-fd={status}", f"--parent-pid={template}"]
+        os.close(status)
+        _write_to(nowhere)  # what stays open here would never end for its reader
+        os.close(output)
+        code = EXIT_CRASH
+        if pid > 0:
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)  # before we tell of it, whoever of us two is first
+            _answer(link, pid=pid)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        _answer(link, code=code)
+
+
+def _fork(output: int) -> int:
+    """As `os.fork`, but negative when there is no room for another process, which `output` is told."""
+    try:
+        return os.fork()
+    except OSError as error:
+        os.write(output, f"cannot be forked: {error}\n".encode())
+        return -1
+
+
+def _write_to(output: int) -> None:
+    for standard in (sys.stdout, sys.stderr):
+        os.dup2(output, standard.fileno())
+
+
+def _answer(link: socket.socket, **said: int) -> None:
+    link.send(json.dumps(said).encode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,136 @@
+"""Children that are forked off templates, by a supervisor in a process of its own; see also test_supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from tests.services.processes.supervising import STEADY, Running, gone, supervise
+
+pytestmark = pytest.mark.e2e
+
+NO_ROOM = """
+import os, socket, sys
+from pagoda.processes import template
+
+def refuse():
+    raise BlockingIOError(11, "no more processes")
+
+os.fork = refuse
+template.next_life(socket.socket(fileno=int(sys.argv[1])))
+"""
+
+
+def up(running: Running) -> tuple[psutil.Process, psutil.Process]:
+    """The next life that is up, and its template."""
+    event = running.event(event="ready")
+    return psutil.Process(event["pid"]), psutil.Process(event["parent"])
+
+
+def test_every_life_is_a_fork_of_one_template() -> None:
+    with supervise(one=STEADY) as running:
+        first, template = up(running)
+        first.kill()
+        second, same = up(running)
+        assert (second != first, same) == (True, template)
+        assert template.parent() == psutil.Process(running.process.pid)
+
+
+def test_a_template_opens_nothing_more_with_every_life() -> None:
+    with supervise(one=STEADY) as running:
+        child, template = up(running)
+        before = template.num_fds()
+        for _ in range(4):
+            child.kill()
+            child, _ = up(running)
+        assert template.num_fds() == before
+
+
+def test_a_process_list_shows_the_command_of_a_child_and_no_command_of_a_template() -> None:
+    with supervise(one=STEADY) as running:
+        child, template = up(running)
+        command = [sys.executable, "-m", "tests.services.processes.child_program", *STEADY]
+        assert child.cmdline()[:-2] == command  # and where it reports to
+        assert template.cmdline()[:3] == ["pagoda", "template", "(one)"]
+        assert os.getpgid(child.pid) == child.pid != os.getpgid(template.pid)
+
+
+def test_a_killed_template_takes_its_child_along_and_both_come_back() -> None:
+    with supervise(one=STEADY) as running:
+        child, template = up(running)
+        template.kill()
+        assert running.event(event="died")["code"] == -signal.SIGKILL
+        assert gone(child.pid)
+        _, other = up(running)
+        assert other != template
+
+
+def test_a_template_that_is_frozen_while_its_child_dies_is_replaced() -> None:
+    with supervise(beating=["ready", "beat"]) as running:
+        child, template = up(running)
+        template.suspend()
+        child.kill()
+        assert running.event(event="died")["code"] == -signal.SIGKILL
+        _, other = up(running)
+        assert other != template
+        assert gone(template.pid)
+
+
+def test_what_asks_all_processes_of_a_child_to_stop_stops_it_in_order() -> None:
+    """As `pkill` does with a name that both have."""
+    with supervise(one=STEADY) as running:
+        child, template = up(running)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            template.send_signal(signum)
+        child.terminate()
+        assert running.event(event="died")["code"] == 0
+        assert up(running)[1] == template
+
+
+def test_a_stop_before_the_first_life_is_obeyed() -> None:
+    with supervise(slow=STEADY) as running:
+        [template] = _children(running)
+        running.process.terminate()
+        assert running.end() in (0, -signal.SIGTERM)  # the latter before it listens
+        assert gone(template.pid)
+
+
+def _children(running: Running) -> list[psutil.Process]:
+    while not (found := psutil.Process(running.process.pid).children()):
+        time.sleep(0.01)
+    return found
+
+
+def test_what_cannot_be_imported_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    with supervise(good=STEADY, unloadable=STEADY) as running:
+        while "No module named 'no_such_module'" not in running.event(event="line")["line"]:
+            pass
+        assert running.end() == 1
+    assert "unloadable died 3 times before all were up, giving up: exited with code 1\n" in capfd.readouterr().err
+
+
+def test_a_command_that_is_too_long_ends_the_whole(capfd: pytest.CaptureFixture[str]) -> None:
+    with supervise(long=STEADY) as running:
+        assert running.end() == 1
+    assert "long cannot be started: " in capfd.readouterr().err
+
+
+def test_a_fork_without_room_is_told_and_counts_as_a_crash() -> None:
+    link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    reads, writes = os.pipe()
+    with link, theirs:
+        command = [sys.executable, "-c", NO_ROOM, str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        socket.send_fds(link, [b"[]"], [writes, writes])
+        os.close(writes)
+        assert link.recv(100) == b'{"code": 1}'
+        link.shutdown(socket.SHUT_WR)
+        assert process.wait(60) == 0
+    with open(reads, "rb") as output:
+        assert output.read() == b"cannot be forked: [Errno 11] no more processes\n"
