@@ -177,7 +177,7 @@ def test_nothing_is_left_after_the_supervisor_ends(tmp_path: Path, signum: signa
     """By SIGTERM every stack of these tests is ended, as `running_stack` sees."""
     with running_stack(tmp_path) as stack:
         family = stack.family()
-        assert len(family) == 4
+        assert len(family) == 7  # three tiers, each with its template
         stack.process.send_signal(signum)
         stack.process.wait(120)
         assert alive(remaining(family, 60)) == []

@@ -24,7 +24,7 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from setproctitle import setproctitle
+from setproctitle import setproctitle, setthreadtitle
 
 from pagoda.processes.exit_codes import EXIT_CRASH
 from pagoda.processes.garbage import put_off_collections
@@ -151,8 +151,9 @@ def main(name: str, link: str, parent: str, *modules: str) -> None:
     command = next_life(socket.socket(fileno=int(link)))
     if command:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        python, _, module, *arguments = command
         setproctitle(" ".join(command))
-        _, _, module, *arguments = command
+        setthreadtitle(os.path.basename(python))
         sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
