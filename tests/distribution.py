@@ -18,6 +18,13 @@ LOOKAHEAD = 2  # a process begins a test when it knows the one after it, or that
 
 
 class Files(LoadFileScheduling):
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Files are in an order of which the first wait, for processes that they start, and the last compute: one in
+        three takes the last of those that are left, so that neither cores nor tests wait for each other."""
+        if self.nodes.index(node) % 3 == 2:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
+
     def remove_node(self, node: WorkerController) -> str | None:
         """Returns the test that the process died in; None where it was done."""
         dealt = self.assigned_work[node]

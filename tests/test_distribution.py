@@ -48,3 +48,13 @@ def test_a_process_dies_in_the_last_test(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("def test_one(): pass\n")
     (tmp_path / "test_b.py").write_text("import os\ndef test_dies(): os._exit(1)\n")
     assert closing_line(tmp_path, "-n", "2") == "1 failed, 1 passed"
+
+
+def test_one_process_in_three_begins_at_the_other_end(tmp_path: Path) -> None:
+    tells = "import os, pathlib\ndef test_one(): pathlib.Path(__file__).with_suffix('').write_text(os.environ[{!r}])\n"
+    names = [f"test_{number}" for number in range(9)]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(tells.format("PYTEST_XDIST_WORKER"))
+    assert closing_line(tmp_path, "-n", "3") == "9 passed"
+    done_by = {name: (tmp_path / name).read_text() for name in names}
+    assert (done_by["test_0"], done_by["test_1"], done_by["test_8"]) == ("gw0", "gw1", "gw2")

@@ -118,15 +118,17 @@ def kills_under_one_stream(place: Place, *, seed: int = 0, kills: int = 10, max_
     rng, report = random.Random(seed), Report(f"{kills} kills under one stream")
     [request] = make_requests(seed, 1, choices=[1])
     request["max_tokens"] = max_tokens
-    done = 0
+    done, wait_s = 0, 0.0
 
     async def disturb(flow: Flow) -> None:
-        nonlocal done
+        nonlocal done, wait_s
         while done < kills and await flow.more(3):
             done += _kill_one(place, rng)
+        await flow.more(1)
+        wait_s = flow.longest_wait_s
 
     _judge(place, report, [request], undisturbed(place.url, [request]), disturb, clients=1)
-    report.note = f"{done} kills"
+    report.note = f"{done} kills, {wait_s:.2f} s at most for the next token"
     if done < kills:
         report.problems.append(f"the stream ended after {done} kills")
     return report

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import random
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -178,10 +180,14 @@ class Flow:
 
     def __init__(self) -> None:
         self.chunks = 0
+        self.longest_wait_s = 0.0  # for a chunk after another, of whichever stream
         self.ended = False
+        self._last = math.inf
         self._changed = asyncio.Event()
 
     def __call__(self) -> None:
+        now = time.monotonic()
+        self.longest_wait_s, self._last = max(self.longest_wait_s, now - self._last), now
         self.chunks += 1
         self._changed.set()
 
