@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 ARGS ?=
 # Test processes at once; many tests wait for other processes, so four pay off even on two cores.
-TEST_PROCESSES ?= 4
+TEST_PROCESSES ?= 5
 PACKAGES := services gateway engine_core worker proto
 # pip compiles what it installs on one core, BYTECODE on all, except for what is seldom imported: that is compiled when it
 # is. Some packages bring files that are no Python.
