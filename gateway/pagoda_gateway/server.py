@@ -1,4 +1,4 @@
-"""A gateway's life: bind, load the text side, connect, listen, serve; then unready, lame duck, drain, leave.
+"""A gateway's life: load the text side, connect, listen, serve; then unready, lame duck, drain, leave.
 
 Every wait on the way out is bounded. Signals, printing and exit codes belong to the caller.
 """
@@ -26,9 +26,10 @@ from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Waits
 from pagoda_gateway.health import Health, HealthTimes, canary_of
+from pagoda_gateway.http.listening import is_private, url_of
 from pagoda_gateway.http.memory import return_large_blocks
 from pagoda_gateway.http.protocol import ConnectionGuard
-from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, is_private, url_of, uvicorn_config
+from pagoda_gateway.http.server import LEAVE_S, HttpServer, uvicorn_config
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.routes.batch_service import batch_runner
 from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
@@ -47,19 +48,24 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(
-    config: GatewayConfig, report: Report, stop: asyncio.Event, *, health_times: HealthTimes | None = None
+    config: GatewayConfig,
+    listener: socket.socket,
+    report: Report,
+    stop: asyncio.Event,
+    *,
+    health_times: HealthTimes | None = None,
 ) -> None:
     """Run a gateway until `stop` is set and its requests are done or `drain_timeout_s` is over.
+
+    It listens on `listener`, which is bound, and closes it.
 
     Reports {"event": "listening", "url": .., "kind": what the model is for}, then "ready" and "unready" as
     /health/ready changes; and "locked" if clients must show API keys.
 
     Raises:
         ValueError: the engine address, the store's or the model's files cannot be used.
-        OSError: the HTTP address cannot be bound.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    listener = bind(config.host, config.port)
     with contextlib.closing(listener):
         text = await asyncio.to_thread(load_text, config)
         adapters = await asyncio.to_thread(named_adapters, config)

@@ -12,7 +12,7 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
-from tests.e2e.stack import Stack, alive, kill, remaining, running_stack
+from tests.e2e.stack import Stack, alive, remaining, running_stack
 
 from pagoda.cli import main
 from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH, EXIT_OK
@@ -185,8 +185,14 @@ def test_nothing_is_left_after_the_supervisor_ends(tmp_path: Path, signum: signa
             assert stack.process.returncode == 0, stack.tail()
 
 
-def test_a_killed_gateway_comes_back_on_its_port(stack: Stack) -> None:
-    kill(stack.children("gateway")[0].pid)
-    stack.wait_until(lambda: not stack.ready())
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
+def test_a_gateway_comes_back_on_its_port(stack: Stack, signum: signal.Signals) -> None:
+    """Who comes after a kill waits; one that leaves in order refuses whoever comes until the next one listens."""
+    [gateway] = stack.children("gateway")
+    gateway.send_signal(signum)
+    gateway.wait(120)
+    if signum is signal.SIGKILL:
+        assert stack.get("/v1/models").status_code == 200
     stack.wait_until(stack.ready)
     assert stack.client().models.list().data
+    assert stack.children("gateway") != [gateway]

@@ -15,9 +15,10 @@ from starlette.types import ASGIApp
 from pagoda_gateway.clients import Caller, Identify, TrustedProxies
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.limits import NO_UPLOADS, LimitsMiddleware
+from pagoda_gateway.http.listening import bind
 from pagoda_gateway.http.memory import MemoryBudget
 from pagoda_gateway.http.protocol import ConnectionGuard
-from pagoda_gateway.http.server import HttpServer, bind, uvicorn_config
+from pagoda_gateway.http.server import HttpServer, uvicorn_config
 from pagoda_gateway.keys.quota import Quotas
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import math
 import socket
 from collections.abc import Iterator
@@ -14,38 +13,11 @@ from typing import Any
 import uvicorn
 
 from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.http import listening
 from pagoda_gateway.http.protocol import ConnectionGuard, GuardedProtocol
 
-SEND_BUFFER_BYTES = 256 * 1024  # what the kernel holds for a client that does not read
-RECEIVE_BUFFER_BYTES = 256 * 1024  # .. and for one that is not read from
 LEAVE_S = 2.0  # from ending what is still open to cutting connections
 BACKLOG = 2048
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
-        sock.bind(address)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def is_private(listener: socket.socket) -> bool:
-    """Whether nobody but this machine can reach it."""
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
-
-
-def url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class HttpServer(uvicorn.Server):
@@ -58,6 +30,13 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listening.end(listener)
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

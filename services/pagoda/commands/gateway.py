@@ -7,11 +7,11 @@ import time
 from typing import Any
 
 from pagoda.processes import tier
-from pagoda.processes.ports import refuse_taken_address
+from pagoda.processes.ports import inherited, take_address
 from pagoda.processes.process import run_async
 from pagoda.processes.startup import announcement
 from pagoda.settings.flags import add_options
-from pagoda.settings.options import ModelSourceConfig
+from pagoda.settings.options import ChildConfig, ModelSourceConfig
 from pagoda.tools import checkpoints
 from pagoda_gateway.config import GatewayConfig
 from pagoda_proto.pooling.kinds import GENERATE
@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     settings, report = tier.begin("gateway", arguments)
-    refuse_taken_address(settings)
+    listen_fd = settings.build(ChildConfig).listen_fd
+    listener = take_address(settings) if listen_fd < 0 else inherited(listen_fd)
     config = settings.build(GatewayConfig)
     model_dir = checkpoints.locate(config.model, settings.build(ModelSourceConfig).revision, weights=False)
     name = config.served_model_name or checkpoints.served_name(config.model)
@@ -42,4 +43,4 @@ def main(arguments: argparse.Namespace) -> int:
 
     from pagoda_gateway.server import serve
 
-    return run_async(lambda stop: serve(config, report_and_announce, stop), report)
+    return run_async(lambda stop: serve(config, listener, report_and_announce, stop), report)

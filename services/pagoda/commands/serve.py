@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import socket
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pagoda.processes import logs
 from pagoda.processes.machine import available_cores
-from pagoda.processes.ports import refuse_taken_address
+from pagoda.processes.ports import take_address
 from pagoda.processes.rundir import runtime_dir
 from pagoda.processes.startup import StartupView, announcement
 from pagoda.processes.supervisor import ChildSpec, Supervisor, python_command
@@ -54,15 +54,19 @@ def main(arguments: argparse.Namespace) -> int:
     settings = resolve("serve", given_flags(arguments, "serve"))
     common = settings.build(CommonConfig)
     logs.setup("supervisor", common.log_level, common.log_json)
-    refuse_taken_address(settings)
     given = settings.build(GatewayConfig)
     refuse_model_among_names(given)
-    model_dir = checkpoints.locate(given.model, settings.build(ModelSourceConfig).revision)
+    with take_address(settings) as listener:
+        model_dir = checkpoints.locate(given.model, settings.build(ModelSourceConfig).revision)
+        return _serve(settings, model_dir, listener, started)
+
+
+def _serve(settings: Settings, model_dir: Path, listener: socket.socket, started: float) -> int:
     with runtime_dir(settings.build(ServeConfig).data_dir) as directory:
-        tower = Tower(settings, model_dir, directory, started)
+        tower = Tower(settings, model_dir, directory, listener, started)
         where, workers = tower.engine.listen, _counted(tower.workers)
         log.info("starting a gateway, an engine core (%s) and %s for %s", where, workers, model_dir)
-        if not given.store:
+        if not settings.build(GatewayConfig).store:
             log.info("files and batches are kept until this ends; --store sqlite:///path/store.db keeps them longer")
         try:
             return asyncio.run(Supervisor(tower.children(), tower).run())
@@ -85,8 +89,11 @@ def _counted(workers: list[WorkerConfig]) -> str:
 class Tower:
     """The children of one `pagoda serve` and what they have said so far."""
 
-    def __init__(self, settings: Settings, model_dir: Path, directory: Path, started: float) -> None:
+    def __init__(
+        self, settings: Settings, model_dir: Path, directory: Path, listener: socket.socket, started: float
+    ) -> None:
         self._settings = settings
+        self._listen_fd = listener.fileno()  # every gateway's, so that who comes between two of them waits
         self._common = settings.build(CommonConfig)
         self._started = started
         gateway_address = f"unix:{directory / 'engine.sock'}"
@@ -97,11 +104,11 @@ class Tower:
             GatewayConfig,
             engine=gateway_address,
             model=str(model_dir),
+            port=listener.getsockname()[1],
             store=given.store or f"{SCRATCH}{directory / 'store.db'}",  # which outlives a gateway, not the tower
             served_model_name=given.served_model_name or checkpoints.served_name(given.model),
         )
         self.workers = self._worker_configs(str(model_dir), worker_address)
-        self._port = self.gateway.port  # after the first start the real one, so that a restarted gateway keeps it
         self._url, self._kind = "", GENERATE
         self._announced = False
         self._locked = False
@@ -129,7 +136,7 @@ class Tower:
         return [
             ChildSpec(
                 name="gateway", command=self._gateway_command, environment=plain | secrets(self.gateway),
-                modules=MODULES["gateway"],
+                modules=MODULES["gateway"], inherits=(self._listen_fd,),
                 stop_order=0, stop_timeout_s=gateway_bound_s, silence_timeout_s=times.CHILD_SILENT_S,
             ),
             ChildSpec(
@@ -151,7 +158,7 @@ class Tower:
         )  # fmt: skip
 
     def _gateway_command(self) -> list[str]:
-        return [*self._command("gateway", self.gateway), f"--port={self._port}"]  # the last --port counts
+        return [*self._command("gateway", self.gateway), f"--listen-fd={self._listen_fd}"]
 
     def _command(self, tier: str, config: Any) -> list[str]:
         log_flags = [f"--log-level={self._common.log_level}", *(["--log-json"] if self._common.log_json else [])]
@@ -172,7 +179,6 @@ class Tower:
                 self.view.loaded(child)
             case "gateway", "listening":
                 self._url, self._kind = event["url"], event.get("kind", GENERATE)
-                self._port = urlsplit(self._url).port or self._port
             case "gateway", "locked":
                 self._locked = True
             case "gateway", "ready" if not self._announced:

@@ -1,7 +1,4 @@
-"""Whether an HTTP address can be taken, asked before anything is started that would have to be stopped again.
-
-The gateway's own bind has the last word; this one exists to name flag, host and port while a person still looks.
-"""
+"""The HTTP address is taken before anything is started that would have to be stopped again."""
 
 from __future__ import annotations
 
@@ -11,31 +8,42 @@ import socket
 from pagoda.settings.problems import ConfigError
 from pagoda.settings.resolving import Settings
 from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.http.listening import bind
 
 
-def refuse_taken_address(settings: Settings) -> None:
-    """Raises ConfigError when the configured host and port cannot be listened on."""
+def take_address(settings: Settings) -> socket.socket:
+    """Bound to the configured host and port. Raises ConfigError, which names flags and places, when it cannot be."""
     config = settings.build(GatewayConfig)
-    problem = address_problem(config.host, config.port)
-    if problem:
+    try:
+        return bind(config.host, config.port)
+    except (OSError, UnicodeError) as error:
         sources = f"--host from {settings.source('host')}, --port from {settings.source('port')}"
-        raise ConfigError([f"{problem} ({sources})"])
+        raise ConfigError([f"{_problem(error, config.host, config.port)} ({sources})"]) from error
+
+
+def inherited(fd: int) -> socket.socket:
+    """What the supervisor has taken. Raises ConfigError unless it is a socket."""
+    try:
+        return socket.socket(fileno=fd)
+    except OSError as error:
+        raise ConfigError([f"listen_fd: {fd} is no socket: {error.strerror}"]) from error
 
 
 def address_problem(host: str, port: int) -> str:
     """Why nothing can listen there, "" if something can."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bind(host, port).close()
     except (OSError, UnicodeError) as error:
-        return f"host {host!r} is unknown: {getattr(error, 'strerror', None) or error}"
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                return f"host {host!r} is no address of this machine"
-            if error.errno == errno.EADDRINUSE:
-                return f"port {port} of host {host!r} is in use; stop what uses it or take another"
-            return f"port {port} of host {host!r} cannot be had: {error.strerror}"
+        return _problem(error, host, port)
     return ""
+
+
+def _problem(error: Exception, host: str, port: int) -> str:
+    what = getattr(error, "strerror", None) or error
+    if isinstance(error, UnicodeError | socket.gaierror):
+        return f"host {host!r} is unknown: {what}"
+    if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+        return f"host {host!r} is no address of this machine"
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"port {port} of host {host!r} is in use; stop what uses it or take another"
+    return f"port {port} of host {host!r} cannot be had: {what}"

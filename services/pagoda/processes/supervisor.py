@@ -43,6 +43,7 @@ class ChildSpec:
     command: Callable[[], Sequence[str]]
     environment: Mapping[str, str]
     modules: Sequence[str] = ()  # what it imports; with any, its lives are forks of a template that has imported them
+    inherits: Sequence[int] = ()  # descriptors that each life has under the same numbers
     stop_order: int
     stop_timeout_s: float
     silence_timeout_s: float = 0.0  # a child that sends no event for this long is stuck and killed; 0 is not to care
@@ -266,7 +267,7 @@ async def _execute(child: Child, status: int, output: int) -> asyncio.subprocess
         stdout=output,
         stderr=output,
         env=dict(child.spec.environment),
-        pass_fds=(status,),
+        pass_fds=(status, *child.spec.inherits),
         process_group=0,  # no session: Linux shares processors among sessions first, then among their threads
     )
 
@@ -278,7 +279,7 @@ async def _fork(child: Child, status: int, output: int) -> Forked:
         child.template = None
     if child.template is None:
         spec = child.spec
-        child.template = await Template.start(spec.name, spec.modules, spec.environment, output)
+        child.template = await Template.start(spec.name, spec.modules, spec.environment, output, spec.inherits)
     return child.template.bear(child.spec.command(), status, output)
 
 

@@ -43,7 +43,9 @@ class Template:
         self._life: Forked | None = None  # the last one
 
     @classmethod
-    async def start(cls, name: str, modules: Iterable[str], environment: Mapping[str, str], output: int) -> Template:
+    async def start(
+        cls, name: str, modules: Iterable[str], environment: Mapping[str, str], output: int, inherits: Iterable[int]
+    ) -> Template:
         """Start one for the child of that name; while it imports the modules, it complains to `output`.
 
         Raises:
@@ -59,7 +61,7 @@ class Template:
                     stdout=output,
                     stderr=output,
                     env=dict(environment),
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(theirs.fileno(), *inherits),
                     process_group=0,
                 )
             except OSError:

@@ -41,6 +41,9 @@ class ChildConfig:
 
     status_fd: int = option(-1, "file descriptor for status events, one JSON object per line; -1 is none", least=-1)
     parent_pid: int = option(0, "die when this parent is gone; 0 is not to care")
+    listen_fd: int = option(
+        -1, "bound socket that a gateway listens on, in place of host and port; -1 is none", least=-1
+    )
 
     def __post_init__(self) -> None:
         check(self)

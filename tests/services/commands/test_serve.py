@@ -18,11 +18,13 @@ from pagoda.settings.problems import ConfigError
 from pagoda.settings.resolving import resolve
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.http.listening import bind
 from pagoda_worker.config import WorkerConfig
 
 
 def tower(**flags: Any) -> Tower:
-    return Tower(resolve("serve", flags, {}), Path("/models/some"), Path("/run/x"), started=0.0)
+    with bind("127.0.0.1", 0) as listener:  # only its numbers are asked for
+        return Tower(resolve("serve", flags, {}), Path("/models/some"), Path("/run/x"), listener, started=0.0)
 
 
 def read_back(command: list[str], tier: str, config: type) -> Any:
@@ -105,10 +107,13 @@ def test_the_gateway_stops_first_and_the_workers_last() -> None:
     assert order["gateway"] < order["engine-core"] < order["worker-0"]
 
 
-def test_a_restarted_gateway_keeps_the_port_it_was_given() -> None:
+def test_every_gateway_is_given_the_same_socket() -> None:
     one = tower(port="0")
-    one.on_event("gateway", {"event": "listening", "url": "http://127.0.0.1:4567"})
-    assert configs(one)["gateway"].port == 4567
+    assert configs(one)["gateway"].port
+    gateway, *others = one.children()
+    [listener] = gateway.inherits
+    assert [f"--listen-fd={listener}" in gateway.command() for _ in range(2)] == [True, True]
+    assert not any(child.inherits for child in others)
 
 
 def test_readiness_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:

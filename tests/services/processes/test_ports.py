@@ -41,3 +41,11 @@ def test_what_cannot_be_listened_on_is_one_line_and_nothing_is_started(command: 
     assert f"port {port} of host '127.0.0.1' is in use" in line
     assert "--host from default, --port from --port" in line
     assert "host 'nowhere.invalid' is unknown" in pagoda(*command, "--host", "nowhere.invalid").stderr
+
+
+def test_what_is_no_socket_cannot_be_listened_on() -> None:
+    done = pagoda("gateway", "--engine", "unix:/e", "--listen-fd", "0")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "pagoda: error: listen_fd: 0 is no socket: Socket operation on non-socket\n",
+    )
