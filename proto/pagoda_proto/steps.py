@@ -230,7 +230,8 @@ class Hello(Message, frozen=True, tag="hello"):
 
     `host_id` and `pid` let an engine core on the same host watch the process itself. `pools` are the outputs of a model
     that reads (see `pooling`), each vector of `pooled_width` numbers. Without `kv_groups` it keeps no K and V: every
-    prompt is computed whole, in one chunk, if need be in a step of its own, however long.
+    prompt is computed whole, in one chunk, if need be in a step of its own, however long. `start_s` is how long it took
+    to load and warm up, as long as its successor will.
     """
 
     protocol: int
@@ -252,6 +253,7 @@ class Hello(Message, frozen=True, tag="hello"):
     pooled_width: int = 0
     max_adapters: int = 0  # that rows may have at once, each counted once; without any, rows with one fail
     oldest_protocol: int = 0
+    start_s: float = 0.0
 
     @property
     def spoken(self) -> Versions:

@@ -59,6 +59,7 @@ class Router:
         self._totals: Counter[str] = Counter()  # less what is counted by the workers that are here
         self._fleet = Pace()
         self.workers: dict[int, Worker] = {}
+        self._start_s = 0.0  # the longest that a worker here has taken
         self.refused_numerics = ""  # of the last worker that was turned away for those that requests here need
 
     # --- workers -----------------------------------------------------------------------------------------------------
@@ -66,6 +67,7 @@ class Router:
     def join(self, epoch: int, hello: Hello) -> Worker:
         if self._config.preemption == "swap" and not hello.num_swap_blocks:
             log.warning("preemption=swap, but worker %s has no swap space: it recomputes", hello.worker_id)
+        self._start_s = max(self._start_s, hello.start_s)
         scheduler = Scheduler(self._config, hello, self._policy, self._row_ids)
         depth = self._config.max_steps_in_flight
         worker = self.workers[epoch] = Worker(epoch, hello, scheduler, depth, self._plans_late)
@@ -201,7 +203,7 @@ class Router:
         if request.resumes:
             if any(worker.scheduler.serves(request) for worker in self.workers.values()):
                 queued.since = now
-            patience_s = NO_WORKER_WAIT_S
+            patience_s = NO_WORKER_WAIT_S + 2 * self._start_s
         else:
             patience_s = self._config.patience_s(request.record.queue_timeout_s)
         if now - queued.since < patience_s:

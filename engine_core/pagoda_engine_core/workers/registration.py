@@ -116,6 +116,8 @@ def _malformed(hello: Hello) -> str | None:
             return f"{name}: must be between 1 and {MAX_COUNT}, got {getattr(hello, name)}"
     if not 0 <= hello.pooled_width <= MAX_COUNT:
         return f"pooled_width: must be between 0 and {MAX_COUNT}, got {hello.pooled_width}"
+    if not 0 <= hello.start_s < inf:
+        return f"start_s: must not be negative, got {hello.start_s}"
     return _bad_groups(hello) or _no_reader(hello)
 
 

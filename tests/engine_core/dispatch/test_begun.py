@@ -75,6 +75,31 @@ def test_a_begun_request_never_goes_on_with_other_numerics(bench: Bench) -> None
     assert "'other'" in ending.error_message
 
 
+def test_what_has_begun_waits_longer_where_workers_take_long_to_start() -> None:
+    bench = Bench()
+    bench.executor.join(1, make_hello(start_s=300.0))
+    bench.settle()
+    record = make_record(max_tokens=9)
+    begin(bench, record)
+    lose(bench, 1)
+    bench.pass_time(NO_WORKER_WAIT_S + 400)
+    assert record.request_id not in bench.sink.endings
+    bench.executor.join(2, make_hello("w2", start_s=400.0))
+    bench.settle()
+    assert bench.deltas(record.request_id) == reference_tokens(record)
+
+
+def test_even_then_it_ends_when_nobody_comes() -> None:
+    bench = Bench()
+    bench.executor.join(1, make_hello(start_s=300.0))
+    bench.settle()
+    record = make_record(max_tokens=9)
+    begin(bench, record)
+    lose(bench, 1)
+    bench.pass_time(NO_WORKER_WAIT_S + 601)
+    assert bench.sink.endings[record.request_id].error_code is ErrorCode.STREAM_INTERRUPTED
+
+
 def test_a_resumed_request_goes_on_only_where_it_began() -> None:
     bench = Bench()
     record = make_record(max_tokens=9)

@@ -272,6 +272,8 @@ def test_a_duplicate_worker_id_is_refused_while_the_first_lives(engine: Engine) 
         ({"kv_groups": (KVGroup(8, num_swap_blocks=-1),)}, "num_swap_blocks", True),
         ({"kv_groups": (KVGroup(64), KVGroup(18, 4))}, "kv_groups", True),
         ({"kv_groups": (KVGroup(8, swap_block_s=-1.0),)}, "swap_block_s", True),
+        ({"start_s": float("inf")}, "start_s", True),
+        ({"start_s": float("nan")}, "start_s", True),
         ({"kv_groups": (KVGroup(2**30), KVGroup(2**30))}, "num_blocks", True),
         ({"block_size": -1}, "block_size", True),
         ({"max_rows": 0}, "max_rows", True),

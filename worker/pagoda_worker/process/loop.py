@@ -56,18 +56,19 @@ PENDING_POLL_S = 0.001  # how soon it notices that a step on a device is over
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this process is: a stable name, and 64 random bits of its own."""
+    """Who this process is: a stable name, and 64 random bits of its own; and how long it took to be ready."""
 
     worker_id: str
     incarnation: str
+    start_s: float = 0.0
 
     @classmethod
-    def of_this_process(cls, worker_id: str = "") -> Identity:
+    def of_this_process(cls, worker_id: str = "", start_s: float = 0.0) -> Identity:
         """Raises ValueError for a name that cannot be sent."""
         name = worker_id or f"{platform.node()[:64]}-{os.getpid()}"
         if not name.isprintable() or len(name.encode()) > MAX_ID_BYTES:
             raise ValueError(f"worker_id: 1 to {MAX_ID_BYTES} printable bytes are needed, got {name[:200]!r}")
-        return cls(name, secrets.token_hex(8))
+        return cls(name, secrets.token_hex(8), start_s)
 
     def hello(self, facts: RunnerFacts, registration: int = 1) -> Hello:
         return Hello(
@@ -77,6 +78,7 @@ class Identity:
             registration=registration,
             host_id=host_id(),
             pid=os.getpid(),
+            start_s=self.start_s,
             **asdict(facts),
         )
 
@@ -124,11 +126,14 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
         runner = load_runner(config, progress, recording)
     except _StoppedError:
         return
-    report({"event": "loaded", "seconds": time.monotonic() - started, "num_blocks": runner.facts.num_blocks})
-    serve(runner, config, report, stop)
+    start_s = time.monotonic() - started
+    report({"event": "loaded", "seconds": start_s, "num_blocks": runner.facts.num_blocks})
+    serve(runner, config, report, stop, start_s)
 
 
-def serve(runner: ModelRunner, config: WorkerConfig, report: Report, stop: threading.Event) -> None:
+def serve(
+    runner: ModelRunner, config: WorkerConfig, report: Report, stop: threading.Event, start_s: float = 0.0
+) -> None:
     """Serve the engine core at `config.engine` until it has no use for this worker, or `stop` is set: see `run`.
 
     Raises:
@@ -136,7 +141,7 @@ def serve(runner: ModelRunner, config: WorkerConfig, report: Report, stop: threa
         PagodaError: the engine core refused this worker for good.
         torch.AcceleratorError: the device is lost.
     """
-    identity = Identity.of_this_process(config.worker_id)
+    identity = Identity.of_this_process(config.worker_id, start_s)
     link = local_or_encrypted(config.engine, identity.worker_id, config.keys_dir)
     progress, departure = Progress(), Departure(stop, config.drain_timeout_s)
     with zmq.Context(io_threads=1) as context:
