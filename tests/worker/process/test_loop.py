@@ -430,6 +430,7 @@ def test_run_loads_the_model_and_serves_it(engine: FakeEngine, endpoint: str, st
     engine.admit()
     assert engine.hello is not None
     assert (engine.hello.num_blocks, engine.hello.max_model_len) == (8, 64)
+    assert 0 < engine.hello.start_s < 300
     engine.send(first_plan())
     assert len(engine.result().outputs[0].token_ids) == 1
     worker.stop.set()
