@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pagoda_gateway.text.events import Said, Text, Thought, merged
+from pagoda_gateway.text.recognising import fitting, names_of
 from pagoda_gateway.text.source import Reading, Source
+from pagoda_gateway.text.tool_formats.tagged_families import HY_RELEASES
 
 
 class Thinking(StrEnum):
@@ -26,7 +28,7 @@ class ReasoningFormat:
     """A family's way to think.
 
     Attributes:
-        name: What vLLM calls it.
+        names: What vLLM calls it; the same format may be known by several.
         marks: A chat template that has all of these asks for it.
         open, close: Around thoughts.
         implied: Answers begin with thoughts, though nothing opens them.
@@ -35,7 +37,7 @@ class ReasoningFormat:
         answer: What a plain answer begins with.
     """
 
-    name: str
+    names: tuple[str, ...]
     marks: tuple[str, ...]
     open: str = "<think>"
     close: str = "</think>"
@@ -56,11 +58,10 @@ class ReasoningFormat:
         return Thinking.OPEN if self.implied or end.endswith(self.open) else Thinking.POSSIBLE
 
 
-_THINK = ("</think>",)
 REASONING_FORMATS = (
-    ReasoningFormat(name="seed_oss", marks=("seed:think",), open="<seed:think>", close="</seed:think>"),
+    ReasoningFormat(names=("seed_oss",), marks=("seed:think",), open="<seed:think>", close="</seed:think>"),
     ReasoningFormat(
-        name="openai_gptoss",
+        names=("openai_gptoss",),
         marks=("<|channel|>", "analysis"),
         open="<|channel|>analysis<|message|>",
         close="<|end|>",
@@ -68,50 +69,65 @@ REASONING_FORMATS = (
         again="<|start|>assistant",
         answer="<|channel|>final<|message|>",
     ),
-    ReasoningFormat(name="gemma4", marks=("<|channel>",), open="<|channel>thought\n", close="<channel|>"),
-    ReasoningFormat(name="mistral", marks=("[THINK]",), open="[THINK]", close="[/THINK]"),
+    ReasoningFormat(names=("gemma4",), marks=("<|channel>",), open="<|channel>thought\n", close="<channel|>"),
+    ReasoningFormat(names=("mistral",), marks=("[THINK]",), open="[THINK]", close="[/THINK]"),
     ReasoningFormat(
-        name="cohere_command",
+        names=("cohere_command3", "cohere_command4", "cohere_command"),
         marks=("<|START_THINKING|>",),
         open="<|START_THINKING|>",
         close="<|END_THINKING|>",
         layout=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
         answer="<|START_RESPONSE|>",
     ),
-    ReasoningFormat(name="apertus", marks=("<|inner_prefix|>",), open="<|inner_prefix|>", close="<|inner_suffix|>"),
-    ReasoningFormat(name="kimi_vl", marks=("◁/think▷",), open="◁think▷", close="◁/think▷"),
+    ReasoningFormat(names=("apertus",), marks=("<|inner_prefix|>",), open="<|inner_prefix|>", close="<|inner_suffix|>"),
+    ReasoningFormat(names=("kimi_vl",), marks=("◁/think▷",), open="◁think▷", close="◁/think▷"),
     ReasoningFormat(
-        name="granite",
+        names=("granite",),
         marks=("Here is my thought process:", "Here is my response:"),
         open="Here is my thought process:",
         close="Here is my response:",
     ),
     ReasoningFormat(
-        name="hunyuan_a13b", marks=("<think>", "<answer>"), layout=("<answer>", "</answer>"), answer="<answer>\n"
+        names=("hunyuan_a13b",), marks=("<think>", "<answer>"), layout=("<answer>", "</answer>"), answer="<answer>\n"
     ),
     ReasoningFormat(
-        name="ernie45", marks=("<think>", "<response>"), layout=("<response>", "</response>"), answer="<response>\n"
+        names=("ernie45",), marks=("<think>", "<response>"), layout=("<response>", "</response>"), answer="<response>\n"
     ),
-    ReasoningFormat(name="step3", marks=("steptml", "</think>"), implied=True),
-    ReasoningFormat(name="minimax_m2", marks=("<minimax:tool_call>", "</think>")),
-    ReasoningFormat(name="kimi_k2", marks=("<|tool_calls_section_begin|>", "</think>")),
-    ReasoningFormat(name="glm45", marks=("<arg_key>", "</think>")),
-    ReasoningFormat(name="deepseek_r1", marks=("<｜Assistant｜>", "</think>")),
-    ReasoningFormat(name="deepseek_v3", marks=("<｜Assistant｜>", "</think>", "thinking")),
-    ReasoningFormat(name="qwen3", marks=_THINK),
+    ReasoningFormat(names=("step3",), marks=("steptml", "</think>"), implied=True),
+    ReasoningFormat(names=("minimax_m3",), marks=("mm:think",), open="<mm:think>", close="</mm:think>"),
+    ReasoningFormat(
+        names=("plamo3",),
+        marks=("<|plamo:begin_think:plamo|>",),
+        open="<|plamo:begin_think:plamo|>",
+        close="<|plamo:end_think:plamo|>",
+    ),
+    ReasoningFormat(  # at its usual effort; at others it has other marks
+        names=("k2_horizon",), marks=("<ifm|think>",), open="<ifm|think>", close="</ifm|think>"
+    ),
+    ReasoningFormat(
+        names=(
+            *("qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v4", "deepseek_v41", "exaone4", "glm45", "glm47"),
+            *("granite_thinking_parser", "holo2", "hy_v3", "hy_v4", "kimi_k2", "ling3", "mimo", "minicpmv"),
+            *("minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3p5"),
+        ),
+        marks=("</think>",),
+    ),
     *(
-        ReasoningFormat(name=name, marks=_THINK)
-        for name in ("exaone4", "nemotron_v3", "olmo3", "holo2", "mimo", "poolside_v1")
+        ReasoningFormat(
+            names=("hy_v3", "hy_v4"),
+            marks=(f"</think{release}>",),
+            open=f"<think{release}>",
+            close=f"</think{release}>",
+        )
+        for release in HY_RELEASES
+        if release
     ),
 )
-REASONING_FORMAT_NAMES = tuple(each.name for each in REASONING_FORMATS)
+REASONING_FORMAT_NAMES = names_of(REASONING_FORMATS)
 
 
 def recognised_reasoning(template: str, name: str = "") -> ReasoningFormat | None:
-    """The format that a chat template shows; with `name`, the one of this name."""
-    if name:
-        return next((each for each in REASONING_FORMATS if each.name == name), None)
-    return next((each for each in REASONING_FORMATS if all(mark in template for mark in each.marks)), None)
+    return fitting(REASONING_FORMATS, template, name)
 
 
 class ReasoningReader:

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from pagoda_gateway.generation.answers import MAX_SCHEMA_VALUES, Plan, check_budget, num_values, plan_of
 from pagoda_gateway.text.answers import AnswerReader, Calling, Formats, Wanted
-from pagoda_gateway.text.tool_formats.choosing import TOOL_FORMAT_NAMES
+from pagoda_gateway.text.tool_formats.families import TOOL_FORMATS
 from pagoda_gateway.text.tool_formats.functions import Function
 from pagoda_proto.errors import InvalidParams
 from pagoda_proto.grammars import LIMITS
@@ -18,6 +18,7 @@ from pagoda_proto.params import MAX_GRAMMAR_CHARS
 
 HERMES = Formats.of("<tool_call>", {})
 STRING = {"type": "string"}
+NAMES = tuple(dict.fromkeys(each.names[0] for each in TOOL_FORMATS))
 
 
 def planned(*functions: Function, formats: Formats = HERMES) -> Plan:
@@ -77,7 +78,7 @@ def test_schemas_are_kept_where_values_are_read_by_them() -> None:
     assert planned(asked, formats=Formats.of("", {}, "qwen3_coder")).how.functions == (asked,)
 
 
-@pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_sec_16_schemas_that_lead_to_themselves_are_said_once(name: str) -> None:
     """Neither recursion without an end nor doubling at every step costs more than the schema is long."""
     node: dict[str, Any] = {"type": "object", "properties": {f"c{i}": {"$ref": "#/$defs/n"} for i in range(6)}}
@@ -98,7 +99,7 @@ def test_sec_16_schemas_that_lead_to_themselves_are_said_once(name: str) -> None
         assert not failed
 
 
-@pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_sec_16_schemas_that_lead_far_or_mean_much_are_held_to_less(name: str) -> None:
     """However long a chain of references is, and however often what is large is referred to."""
     formats = Formats.of("", {}, name)

@@ -24,7 +24,7 @@ HARMONY = (
 
 
 def named(name: str) -> ReasoningFormat:
-    return next(each for each in REASONING_FORMATS if each.name == name)
+    return next(each for each in REASONING_FORMATS if name in each.names)
 
 
 def read(name: str, pieces: list[str], thinking: Thinking = Thinking.POSSIBLE) -> list[Said]:

@@ -7,106 +7,15 @@ from pagoda_gateway.text.tool_formats.format import ToolFormat
 from pagoda_gateway.text.tool_formats.json_calls import JsonCall
 from pagoda_gateway.text.tool_formats.named_bodies import NamedBody
 from pagoda_gateway.text.tool_formats.pythonic import PythonCall
-from pagoda_gateway.text.tool_formats.tagged_values import TaggedValues
+from pagoda_gateway.text.tool_formats.tagged_families import TAGGED_FAMILIES
 
 _PYTHON_LIST = r"\s*\[\s*(NAMES)\s*\("
-_QWEN3_CODER = TaggedValues(
-    begin="<function=",
-    after_name=">\n",
-    key="<parameter=",
-    value=">\n",
-    value_end="\n</parameter>\n",
-    end="</function>",
-)
-_DSML = TaggedValues(
-    begin='<｜DSML｜invoke name="',
-    after_name='">\n',
-    key='<｜DSML｜parameter name="',
-    value='"',
-    typed=' string="|type|">',
-    strings="true",
-    others="false",
-    value_end="</｜DSML｜parameter>\n",
-    end="</｜DSML｜invoke>",
-)
-_GLM = TaggedValues(
-    after_name="\n",
-    key="<arg_key>",
-    value="</arg_key>\n<arg_value>",
-    value_end="</arg_value>\n",
-    end="</tool_call>",
-)
 
 # Of formats whose marks a template has, the first one is taken: those that say more stand before those that say less.
 TOOL_FORMATS = (
+    *TAGGED_FAMILIES,
     ToolFormat(
-        name="seed_oss",
-        marks=("<seed:tool_call>",),
-        begin="<seed:tool_call>",
-        opening="\n",
-        shape=TaggedValues(
-            begin="<function=",
-            after_name=">\n",
-            key="<parameter=",
-            value=">",
-            value_end="</parameter>\n",
-            end="</function>",
-        ),
-        end="\n</seed:tool_call>",
-        again="\n",
-    ),
-    ToolFormat(
-        name="minimax_m2",
-        marks=("<minimax:tool_call>",),
-        begin="<minimax:tool_call>",
-        opening="\n",
-        between="\n",
-        shape=TaggedValues(
-            begin='<invoke name="',
-            after_name='">\n',
-            key='<parameter name="',
-            value='">',
-            value_end="</parameter>\n",
-            end="</invoke>",
-        ),
-        end="\n</minimax:tool_call>",
-    ),
-    ToolFormat(
-        name="step3",
-        marks=("<｜tool_calls_begin｜>", "steptml:invoke"),
-        begin="<｜tool_calls_begin｜>",
-        opening="\n",
-        between="\n",
-        shape=TaggedValues(
-            begin='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
-            after_name='">',
-            key='<steptml:parameter name="',
-            value='">',
-            value_end="</steptml:parameter>",
-            end="</steptml:invoke><｜tool_call_end｜>",
-        ),
-        end="\n<｜tool_calls_end｜>",
-    ),
-    ToolFormat(
-        name="deepseek_v32",
-        marks=("<｜DSML｜", "function_calls"),
-        begin="<｜DSML｜function_calls>",
-        opening="\n",
-        between="\n",
-        shape=_DSML,
-        end="\n</｜DSML｜function_calls>",
-    ),
-    ToolFormat(
-        name="deepseek_v4",
-        marks=("<｜DSML｜", "tool_calls"),
-        begin="<｜DSML｜tool_calls>",
-        opening="\n",
-        between="\n",
-        shape=_DSML,
-        end="\n</｜DSML｜tool_calls>",
-    ),
-    ToolFormat(
-        name="deepseek_v3",
+        names=("deepseek_v3",),
         marks=("<｜tool▁calls▁begin｜>", "```json"),
         begin="<｜tool▁calls▁begin｜>",
         between="\n",
@@ -116,7 +25,7 @@ TOOL_FORMATS = (
         end="<｜tool▁calls▁end｜>",
     ),
     ToolFormat(
-        name="deepseek_v31",
+        names=("deepseek_v31",),
         marks=("<｜tool▁calls▁begin｜>",),
         begin="<｜tool▁calls▁begin｜>",
         between="",
@@ -124,7 +33,7 @@ TOOL_FORMATS = (
         end="<｜tool▁calls▁end｜>",
     ),
     ToolFormat(
-        name="kimi_k2",
+        names=("kimi_k2",),
         marks=("<|tool_calls_section_begin|>",),
         begin="<|tool_calls_section_begin|>",
         between="",
@@ -138,30 +47,25 @@ TOOL_FORMATS = (
         end="<|tool_calls_section_end|>",
     ),
     ToolFormat(
-        name="kimi_k3",
-        marks=("<|open|>", "<|sep|>", "<|close|>"),
-        begin="<|open|>tools<|sep|>",
+        names=("plamo3",),
+        marks=("<|plamo:begin_tool_requests:plamo|>",),
+        begin="<|plamo:begin_tool_requests:plamo|>",
         between="",
-        shape=TaggedValues(
-            begin='<|open|>call tool="',
-            numbered='" index="',
-            after_name='"<|sep|>',
-            key='<|open|>argument key="',
-            value='"',
-            typed=' type="|type|"<|sep|>',
-            value_end="<|close|>argument<|sep|>",
-            end="<|close|>call<|sep|>",
+        shape=NamedBody(
+            begin="<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>",
+            body="<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
+            end="<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
         ),
-        end="<|close|>tools<|sep|>",
+        end="<|plamo:end_tool_requests:plamo|>",
     ),
     ToolFormat(
-        name="openai",
+        names=("openai",),
         marks=("<|channel|>", "to=functions."),
         begin="<|channel|>commentary to=functions.",
         shape=NamedBody(body=" <|constrain|>json<|message|>"),
     ),
     ToolFormat(
-        name="gemma4",
+        names=("gemma4",),
         marks=("<|tool_call>",),
         begin="<|tool_call>",
         shape=braces('<|"|>'),
@@ -169,7 +73,7 @@ TOOL_FORMATS = (
         again="",
     ),
     ToolFormat(
-        name="functiongemma",
+        names=("functiongemma",),
         marks=("<start_function_call>",),
         begin="<start_function_call>",
         shape=braces("<escape>"),
@@ -177,58 +81,7 @@ TOOL_FORMATS = (
         again="",
     ),
     ToolFormat(
-        name="hunyuan_v3",
-        marks=("<tool_sep>", "<arg_key>"),
-        begin="<tool_calls>",
-        between="\n",
-        opening="\n",
-        shape=TaggedValues(
-            begin="<tool_call>",
-            after_name="<tool_sep>\n",
-            key="<arg_key>",
-            value="</arg_key>\n<arg_value>",
-            value_end="</arg_value>\n",
-            end="</tool_call>",
-        ),
-        end="\n</tool_calls>",
-    ),
-    ToolFormat(
-        name="glm45",
-        marks=("<tool_call>", "<arg_key>", "\\n<arg_key>"),
-        begin="<tool_call>",
-        shape=_GLM,
-        again="\n",
-    ),
-    ToolFormat(
-        name="glm47",
-        marks=("<tool_call>", "<arg_key>"),
-        begin="<tool_call>",
-        shape=TaggedValues(
-            key="<arg_key>", value="</arg_key><arg_value>", value_end="</arg_value>", end="</tool_call>"
-        ),
-        again="",
-    ),
-    *(
-        ToolFormat(
-            name=name,
-            marks=("<tool_call>", "<function="),
-            begin="<tool_call>",
-            opening="\n",
-            shape=_QWEN3_CODER,
-            end="\n</tool_call>",
-            again="\n",
-        )
-        for name in ("qwen3_coder", "qwen3_xml")
-    ),
-    ToolFormat(
-        name="minicpm5",
-        marks=("<function name=", "<param name="),
-        begin='<function name="',
-        shape=TaggedValues(after_name='">', key='<param name="', value='">', value_end="</param>", end="</function>"),
-        again="\n",
-    ),
-    ToolFormat(
-        name="internlm",
+        names=("internlm",),
         marks=("<|action_start|>", "<|plugin|>"),
         begin="<|action_start|>",
         opening=" <|plugin|>\n",
@@ -236,7 +89,7 @@ TOOL_FORMATS = (
         end="<|action_end|>",
     ),
     ToolFormat(
-        name="cohere_command",
+        names=("cohere_command3", "cohere_command4", "cohere_command"),
         marks=("<|START_ACTION|>",),
         begin="<|START_ACTION|>",
         opening="[\n    ",
@@ -245,7 +98,7 @@ TOOL_FORMATS = (
         end="\n]<|END_ACTION|>",
     ),
     ToolFormat(
-        name="apertus",
+        names=("apertus",),
         marks=("<|tools_prefix|>",),
         begin="<|tools_prefix|>",
         opening="[",
@@ -254,7 +107,7 @@ TOOL_FORMATS = (
         end="]<|tools_suffix|>",
     ),
     ToolFormat(
-        name="lfm2",
+        names=("lfm2",),
         marks=("<|tool_call_start|>",),
         begin="<|tool_call_start|>",
         opening="[",
@@ -263,7 +116,7 @@ TOOL_FORMATS = (
         end="]<|tool_call_end|>",
     ),
     ToolFormat(
-        name="mistral",
+        names=("mistral",),
         marks=("[TOOL_CALLS]", "[ARGS]"),
         begin="[TOOL_CALLS]",
         shape=NamedBody(body="[ARGS]"),
@@ -271,7 +124,7 @@ TOOL_FORMATS = (
         short_ids=True,
     ),
     ToolFormat(
-        name="mistral",
+        names=("mistral",),
         marks=("[TOOL_CALLS]",),
         begin="[TOOL_CALLS]",
         opening=" [",
@@ -280,20 +133,27 @@ TOOL_FORMATS = (
         end="]",
         short_ids=True,
     ),
-    *(
-        ToolFormat(
-            name=name,
-            marks=("<tool_calls>",),
-            begin="<tool_calls>",
-            opening="[",
-            between=", ",
-            shape=JsonCall(),
-            end="]</tool_calls>",
-        )
-        for name in ("jamba", "hunyuan_a13b")
+    ToolFormat(
+        names=("xlam",),
+        marks=('[{"name": "tool_call_name", "arguments"',),
+        also=("[TOOL_CALLS]",),
+        opening="[",
+        between=", ",
+        shape=JsonCall(),
+        end="]",
+        bare=r'\s*\[\s*\{\s*"name"',
     ),
     ToolFormat(
-        name="phi4_mini_json",
+        names=("jamba", "hunyuan_a13b"),
+        marks=("<tool_calls>",),
+        begin="<tool_calls>",
+        opening="[",
+        between=", ",
+        shape=JsonCall(),
+        end="]</tool_calls>",
+    ),
+    ToolFormat(
+        names=("phi4_mini_json",),
         marks=("<|tool|>", "<|/tool|>"),
         begin="functools",
         opening="[",
@@ -302,7 +162,7 @@ TOOL_FORMATS = (
         end="]",
     ),
     ToolFormat(
-        name="granite",
+        names=("granite",),
         marks=("<|tool_call|>",),
         begin="<|tool_call|>",
         also=("<tool_call>",),
@@ -311,20 +171,17 @@ TOOL_FORMATS = (
         shape=JsonCall(),
         end="]",
     ),
-    *(
-        ToolFormat(
-            name=name,
-            marks=("<tool_call>",),
-            begin="<tool_call>",
-            opening="\n",
-            shape=JsonCall(),
-            end="\n</tool_call>",
-            again="\n",
-        )
-        for name in ("hermes", "granite4", "ernie45")
+    ToolFormat(
+        names=("hermes", "qwen3_json", "granite4", "ernie45"),
+        marks=("<tool_call>",),
+        begin="<tool_call>",
+        opening="\n",
+        shape=JsonCall(),
+        end="\n</tool_call>",
+        again="\n",
     ),
     ToolFormat(
-        name="longcat",
+        names=("longcat",),
         marks=("<longcat_tool_call>",),
         begin="<longcat_tool_call>",
         opening="\n",
@@ -333,7 +190,21 @@ TOOL_FORMATS = (
         again="\n",
     ),
     ToolFormat(
-        name="granite-20b-fc",
+        names=("gigachat3",),
+        marks=("<|role_sep|>", "<|function_call|>"),
+        begin="<|function_call|>",
+        shape=JsonCall(),
+    ),
+    ToolFormat(
+        names=("gigachat3",),
+        marks=("<|role_sep|>", "'role': 'function call'"),
+        begin="<|message_sep|>\n\nfunction call<|role_sep|>",
+        also=("function call<|role_sep|>",),
+        opening="\n",
+        shape=JsonCall(),
+    ),
+    ToolFormat(
+        names=("granite-20b-fc",),
         marks=("<function_call>",),
         begin="<function_call>",
         opening=" ",
@@ -341,7 +212,7 @@ TOOL_FORMATS = (
         again="\n",
     ),
     ToolFormat(
-        name="olmo3",
+        names=("olmo3",),
         marks=("<function_calls>",),
         begin="<function_calls>",
         opening="\n",
@@ -351,18 +222,7 @@ TOOL_FORMATS = (
     ),
     *(
         ToolFormat(
-            name="llama3_json",
-            marks=(mark, '"parameters"'),
-            begin="<|python_tag|>",
-            between="; ",
-            shape=JsonCall(arguments="parameters"),
-            bare=r'\s*\{\s*"name"',
-        )
-        for mark in ("<|python_tag|>", "<|start_header_id|>")
-    ),
-    *(
-        ToolFormat(
-            name=name,
+            names=(name,),
             marks=marks,
             also=("<|python_start|>",),
             opening="[",
@@ -372,5 +232,16 @@ TOOL_FORMATS = (
             bare=_PYTHON_LIST,
         )
         for name, marks in (("llama4_pythonic", ("<|header_start|>", "func_name1(")), ("pythonic", ("func_name1(",)))
+    ),
+    *(
+        ToolFormat(
+            names=("llama3_json", "llama4_json"),
+            marks=(mark, '"parameters"'),
+            begin="<|python_tag|>",
+            between="; ",
+            shape=JsonCall(arguments="parameters"),
+            bare=r'\s*\{\s*"name"',
+        )
+        for mark in ("<|python_tag|>", "<|start_header_id|>", "<|header_start|>")
     ),
 )

@@ -77,7 +77,7 @@ class ToolFormat:
     """A family's way to write calls.
 
     Attributes:
-        name: What vLLM calls it.
+        names: What vLLM calls it; the same format may be known by several.
         marks: A chat template that has all of these asks for it.
         begin: What a group of calls is known by in a text; `also`: others that it may be known by.
         opening: What follows `begin`; a `bare` group starts with it.
@@ -89,7 +89,7 @@ class ToolFormat:
         short_ids: Chat templates of this family take ids of nine letters and digits only.
     """
 
-    name: str
+    names: tuple[str, ...]
     marks: tuple[str, ...]
     shape: Shape
     begin: str = ""

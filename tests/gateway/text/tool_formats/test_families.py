@@ -104,28 +104,46 @@ GOLDEN = {
     "</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>",
     "internlm": f'<|action_start|> <|plugin|>\n{{"name": "add", "parameters": {J}}}<|action_end|>'
     '<|action_start|><|plugin|>\n{"name": "go", "parameters": {}}<|action_end|>',
-    "hunyuan_v3": f"<tool_calls>\n<tool_call>add<tool_sep>\n<arg_key>s</arg_key>\n<arg_value>{V}</arg_value>\n"
+    "hy_v3": f"<tool_calls>\n<tool_call>add<tool_sep>\n<arg_key>s</arg_key>\n<arg_value>{V}</arg_value>\n"
     "<arg_key>n</arg_key>\n<arg_value>42</arg_value>\n</tool_call>\n<tool_call>go<tool_sep>\n</tool_call>\n</tool_calls>",
-    "cohere_command": f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "add", "parameters": {J}}},\n    '
+    "cohere_command3": f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "add", "parameters": {J}}},\n    '
     '{"tool_call_id": "1", "tool_name": "go", "parameters": {}}\n]<|END_ACTION|>',
+    "dots": f'<dots_function_call>\n<invoke name="add">\n<parameter name="s">{V}</parameter>\n'
+    '<parameter name="n">42</parameter>\n</invoke>\n<invoke name="go">\n</invoke>\n</dots_function_call>',
+    "deepseek_v41": '<｜DSML｜ calls>\n<｜DSML｜ invoke name="add">\n<｜DSML｜ parameter name="s" string="true">'
+    f'{V}</｜DSML｜ parameter>\n<｜DSML｜ parameter name="n" string="false">42</｜DSML｜ parameter>\n'
+    '</｜DSML｜ invoke>\n<｜DSML｜ invoke name="go">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>',
+    "hy_v4": f"<tool_calls><tool_call>add<arg_key>s</arg_key><arg_value>{V}</arg_value><arg_key>n</arg_key>"
+    "<arg_value>42</arg_value></tool_call><tool_call>go</tool_call></tool_calls>",
+    "k2_horizon": f"<ifm|tool_calls>\n<ifm|tool_call>add\n<ifm|arg_key>s</ifm|arg_key>\n<ifm|arg_value>{V}"
+    "</ifm|arg_value>\n<ifm|arg_key>n</ifm|arg_key>\n<ifm|arg_value>42</ifm|arg_value>\n</ifm|tool_call>\n"
+    "<ifm|tool_call>go\n</ifm|tool_call>\n</ifm|tool_calls>",
+    "mimo": f"<tool_call><function=add><parameter=s>{V}</parameter><parameter=n>42</parameter></function></tool_call>"
+    "<tool_call><function=go></function></tool_call>",
+    "plamo3": "<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>add"
+    "<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>"
+    f"{J}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|><|plamo:begin_tool_request:plamo|>"
+    "<|plamo:begin_tool_name:plamo|>go<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|>"
+    "<|plamo:constrain|>json<|plamo:msg|>{}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
+    "<|plamo:end_tool_requests:plamo|>",
+    "xlam": f'[{{"name": "add", "arguments": {J}}}, {{"name": "go", "arguments": {{}}}}]',
+    "gigachat3": f'<|function_call|>{{"name": "add", "arguments": {J}}}',
+    "gigachat3 (old)": f'<|message_sep|>\n\nfunction call<|role_sep|>\n{{"name": "add", "arguments": {J}}}',
     "apertus": f'<|tools_prefix|>[{{"add": {J}}}, {{"go": {{}}}}]<|tools_suffix|>',
     "minicpm5": f'<function name="add"><param name="s"><![CDATA[{V}]]></param><param name="n">42</param></function>\n'
     '<function name="go"></function>',
 }  # fmt: skip
-GOLDEN["qwen3_xml"] = GOLDEN["qwen3_coder"]
-GOLDEN["granite4"] = GOLDEN["ernie45"] = GOLDEN["hermes"]
-GOLDEN["hunyuan_a13b"] = GOLDEN["jamba"]
 GOLDEN["longcat"] = GOLDEN["hermes"].replace("tool_call>", "longcat_tool_call>")
 GOLDEN["granite-20b-fc"] = GOLDEN["hermes"].replace("\n</tool_call>", "").replace("<tool_call>\n", "<function_call> ")
-GOLDEN["openai"] = (
-    f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{J}"  # its calls end the answer, so one only
-)
-DISTINCT = [name for name in GOLDEN if name not in ("qwen3_xml", "granite4", "ernie45", "hunyuan_a13b")]
-IDS = {"kimi_k2": ["functions.add:0", "functions.go:1"], "cohere_command": ["0", "1"]}
+GOLDEN["openai"] = f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{J}"
+GOLDEN["hy_v3 (old)"] = GOLDEN["hy_v3"].replace(">", ":6124c78e>").replace("<b:6124c78e>", "<b>")
+GOLDEN["hy_v4 (old)"] = GOLDEN["hy_v4"].replace(">", ":6124c78e>").replace("<b:6124c78e>", "<b>")
+ONE_CALL = ("openai", "gigachat3", "gigachat3 (old)")  # a call ends the answer
+IDS = {"kimi_k2": ["functions.add:0", "functions.go:1"], "cohere_command3": ["0", "1"]}
 
 
 def format_of(name: str) -> ToolFormat:
-    named = [each for each in TOOL_FORMATS if each.name == name.split()[0]]
+    named = [each for each in TOOL_FORMATS if name.split()[0] in each.names]
     return named[-1 if "old" in name else 0]
 
 
@@ -160,15 +178,16 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
-def test_every_name_has_its_golden_text() -> None:
-    assert {name.split()[0] for name in GOLDEN} == set(TOOL_FORMAT_NAMES)
+def test_every_format_has_its_golden_text() -> None:
+    known = {name.split()[0] for name in GOLDEN}
+    assert all(not known.isdisjoint(each.names) for each in TOOL_FORMATS)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_calls_are_read(name: str) -> None:
     events = read(format_of(name), [GOLDEN[name]])
     calls = calls_of(events)
-    expected = [("add", ARGUMENTS, True), ("go", {}, True)][: 1 if name == "openai" else 2]
+    expected = [("add", ARGUMENTS, True), ("go", {}, True)][: 1 if name in ONE_CALL else 2]
     assert [(called, json.loads(arguments), whole) for called, arguments, whole in calls] == expected
     assert text_of(events) == ""
     assert [event.id for event in events if isinstance(event, CallBegun)] == IDS.get(name, [""] * len(calls))
@@ -182,11 +201,11 @@ def test_text_around_calls_stays_and_arguments_stream(name: str) -> None:
     text = lead + GOLDEN[name]
     told = [reader.push(char) for char in text]
     assert text_of(merged([event for events in told for event in events] + reader.flush())) == lead.strip()
-    first = text.index("q")  # in the middle of the first argument
+    first = text.index("q", text.index("é"))  # in the middle of the first argument
     assert any(isinstance(event, CallArguments) for events in told[: first + 1] for event in events)
 
 
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize("name", GOLDEN)
 @settings(max_examples=few(20), deadline=None)
 @given(data=st.data())
 def test_it_does_not_matter_how_a_text_is_cut(name: str, data: st.DataObject) -> None:
@@ -234,7 +253,7 @@ def known_to(tool_format: ToolFormat, *, as_tokens: bool) -> Vocabulary:
 
 
 @pytest.mark.parametrize("as_tokens", [True, False])
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize("name", GOLDEN)
 def test_what_the_grammar_writes_are_valid_calls(name: str, as_tokens: bool) -> None:
     tool_format = format_of(name)
     known = known_to(tool_format, as_tokens=as_tokens)
@@ -271,7 +290,7 @@ def test_templates_are_recognised_by_their_marks() -> None:
     for tool_format in TOOL_FORMATS:
         found = recognised(f"{{{{ tools }}}} {' '.join(tool_format.marks)}")
         assert found is not None
-        if found.name != tool_format.name:  # one that says more, or another name of the same
+        if found is not tool_format:  # one that says more
             assert set(found.marks) <= set(tool_format.marks)
     assert recognised("{{ tools }} in some other way") is None
 
@@ -280,7 +299,11 @@ def test_a_name_decides_where_it_is_given() -> None:
     for name in TOOL_FORMAT_NAMES:
         found = recognised("<tool_call>", name)
         assert found is not None
-        assert found.name == name
+        assert name in found.names
+    for name in ("hy_v3", "hy_v4"):
+        found = recognised("<tool_calls:opensource> <tool_sep:opensource> <arg_key:opensource>", name)
+        assert found is not None
+        assert found.begin == "<tool_calls:opensource>"
     old, new = (recognised(template, "mistral") for template in ("[TOOL_CALLS]", "[TOOL_CALLS] [ARGS]"))
     assert old != new
 

@@ -15,7 +15,7 @@ from pagoda_gateway.text.vocabulary import byte_level_alphabet
 from pagoda_proto.grammars import LIMITS
 
 EOS = "<eos>"
-MARKER = re.compile(r"<[^<>\s=]+>|\[/?[A-Z_]{4,}\]")
+MARKER = re.compile(r"<[^<>\s=]+(?: [^<>\s=]+)?>|\[/?[A-Z_]{4,}\]")
 _CLOSING = set("\"'}])>\n")
 _USUAL = set("abxyé 10{[<:,")
 
@@ -51,7 +51,7 @@ def vocabulary(markers: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> Vo
     return Vocabulary(known, texts, ids, end, [_wish(text, at_end=i == end) for i, text in enumerate(texts)])
 
 
-def walk(grammar: str, known: Vocabulary, seed: int, max_tokens: int = 2000) -> str:
+def walk(grammar: str, known: Vocabulary, seed: int, max_tokens: int = 8000) -> str:
     """A text that the grammar admits. Ends, once they are possible, are likely."""
     rng = random.Random(seed)
     matcher = LLMatcher(known.tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
