@@ -87,6 +87,7 @@ REASONING_FORMATS = (
         open="Here is my thought process:",
         close="Here is my response:",
     ),
+    ReasoningFormat(names=("minimax_m2",), marks=("<minimax:tool_call>", "</think>")),
     ReasoningFormat(
         names=("hunyuan_a13b",), marks=("<think>", "<answer>"), layout=("<answer>", "</answer>"), answer="<answer>\n"
     ),
@@ -94,6 +95,16 @@ REASONING_FORMATS = (
         names=("ernie45",), marks=("<think>", "<response>"), layout=("<response>", "</response>"), answer="<response>\n"
     ),
     ReasoningFormat(names=("step3",), marks=("steptml", "</think>"), implied=True),
+    *(
+        ReasoningFormat(
+            names=("hy_v3", "hy_v4"),
+            marks=(release, "</think"),
+            open=f"<think{release}>",
+            close=f"</think{release}>",
+        )
+        for release in HY_RELEASES
+        if release
+    ),
     ReasoningFormat(names=("minimax_m3",), marks=("mm:think",), open="<mm:think>", close="</mm:think>"),
     ReasoningFormat(
         names=("plamo3",),
@@ -108,19 +119,9 @@ REASONING_FORMATS = (
         names=(
             *("qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v4", "deepseek_v41", "exaone4", "glm45", "glm47"),
             *("granite_thinking_parser", "holo2", "hy_v3", "hy_v4", "kimi_k2", "ling3", "mimo", "minicpmv"),
-            *("minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3p5"),
+            *("nemotron_v3", "olmo3", "poolside_v1", "step3p5"),
         ),
         marks=("</think>",),
-    ),
-    *(
-        ReasoningFormat(
-            names=("hy_v3", "hy_v4"),
-            marks=(f"</think{release}>",),
-            open=f"<think{release}>",
-            close=f"</think{release}>",
-        )
-        for release in HY_RELEASES
-        if release
     ),
 )
 REASONING_FORMAT_NAMES = names_of(REASONING_FORMATS)

@@ -60,7 +60,7 @@ TOOL_FORMATS = (
     ),
     ToolFormat(
         names=("openai",),
-        marks=("<|channel|>", "to=functions."),
+        marks=("<|channel|>", "functions."),
         begin="<|channel|>commentary to=functions.",
         shape=NamedBody(body=" <|constrain|>json<|message|>"),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagoda_gateway.text.tool_formats.format import ToolFormat
 from pagoda_gateway.text.tool_formats.tagged_values import TaggedValues
 
-HY_RELEASES = ("", ":opensource", ":6124c78e")  # what the names in the tags of Hunyuan's releases end with
+HY_RELEASES = (":opensource", ":6124c78e", "")  # what the names in the tags of Hunyuan's releases end with
 
 
 def _dsml(gap: str) -> TaggedValues:
@@ -77,7 +77,7 @@ TAGGED_FAMILIES = (
     ),
     ToolFormat(
         names=("deepseek_v41",),
-        marks=("<｜DSML｜ calls>",),
+        marks=("｜DSML｜", " calls>"),
         begin="<｜DSML｜ calls>",
         opening="\n",
         between="\n",
@@ -86,7 +86,7 @@ TAGGED_FAMILIES = (
     ),
     ToolFormat(
         names=("deepseek_v32",),
-        marks=("<｜DSML｜", "function_calls"),
+        marks=("｜DSML｜", "function_calls>"),
         begin="<｜DSML｜function_calls>",
         opening="\n",
         between="\n",
@@ -95,7 +95,7 @@ TAGGED_FAMILIES = (
     ),
     ToolFormat(
         names=("deepseek_v4",),
-        marks=("<｜DSML｜", "tool_calls"),
+        marks=("｜DSML｜", "tool_calls>"),
         begin="<｜DSML｜tool_calls>",
         opening="\n",
         between="\n",
@@ -122,7 +122,7 @@ TAGGED_FAMILIES = (
     *(
         ToolFormat(
             names=("hy_v3", "hunyuan_v3"),
-            marks=(f"<tool_sep{release}>", f"<arg_key{release}>"),
+            marks=(release, "<tool_sep", "<arg_key"),
             begin=f"<tool_calls{release}>",
             opening="\n",
             between="\n",
@@ -141,7 +141,7 @@ TAGGED_FAMILIES = (
     *(
         ToolFormat(
             names=("hy_v4",),
-            marks=(f"<tool_calls{release}>", f"<arg_key{release}>"),
+            marks=(release, "<tool_calls", "<arg_key"),
             begin=f"<tool_calls{release}>",
             between="",
             shape=TaggedValues(
@@ -172,7 +172,7 @@ TAGGED_FAMILIES = (
         end="\n</ifm|tool_calls>",
     ),
     ToolFormat(
-        names=("glm45",),
+        names=("glm45", "ling3", "poolside_v1"),
         marks=("<tool_call>", "<arg_key>", "\\n<arg_key>"),
         begin="<tool_call>",
         shape=TaggedValues(

@@ -136,8 +136,9 @@ GOLDEN = {
 GOLDEN["longcat"] = GOLDEN["hermes"].replace("tool_call>", "longcat_tool_call>")
 GOLDEN["granite-20b-fc"] = GOLDEN["hermes"].replace("\n</tool_call>", "").replace("<tool_call>\n", "<function_call> ")
 GOLDEN["openai"] = f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{J}"
-GOLDEN["hy_v3 (old)"] = GOLDEN["hy_v3"].replace(">", ":6124c78e>").replace("<b:6124c78e>", "<b>")
-GOLDEN["hy_v4 (old)"] = GOLDEN["hy_v4"].replace(">", ":6124c78e>").replace("<b:6124c78e>", "<b>")
+for hunyuan in ("hy_v3", "hy_v4"):
+    GOLDEN[f"{hunyuan} (old)"] = GOLDEN[hunyuan]
+    GOLDEN[hunyuan] = GOLDEN[hunyuan].replace(">", ":opensource>").replace("<b:opensource>", "<b>")
 ONE_CALL = ("openai", "gigachat3", "gigachat3 (old)")  # a call ends the answer
 IDS = {"kimi_k2": ["functions.add:0", "functions.go:1"], "cohere_command3": ["0", "1"]}
 
@@ -301,9 +302,9 @@ def test_a_name_decides_where_it_is_given() -> None:
         assert found is not None
         assert name in found.names
     for name in ("hy_v3", "hy_v4"):
-        found = recognised("<tool_calls:opensource> <tool_sep:opensource> <arg_key:opensource>", name)
+        found = recognised("{% set release = ':6124c78e' %} <tool_calls{}> <tool_sep{}> <arg_key{}>", name)
         assert found is not None
-        assert found.begin == "<tool_calls:opensource>"
+        assert found.begin == "<tool_calls:6124c78e>"
     old, new = (recognised(template, "mistral") for template in ("[TOOL_CALLS]", "[TOOL_CALLS] [ARGS]"))
     assert old != new
 
