@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pagoda_gateway.text.events import Said, Text, Thought, merged
-from pagoda_gateway.text.recognising import fitting, names_of
 from pagoda_gateway.text.source import Reading, Source
+from pagoda_gateway.text.tool_formats.choosing import fitting, names_of
 from pagoda_gateway.text.tool_formats.tagged_families import HY_RELEASES
 
 
@@ -68,6 +68,14 @@ REASONING_FORMATS = (
         layout=("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>", "<|end|>"),
         again="<|start|>assistant",
         answer="<|channel|>final<|message|>",
+    ),
+    ReasoningFormat(
+        names=("kimi_k3",),
+        marks=("<|open|>", "<|sep|>", "<|close|>"),
+        open="<|open|>think<|sep|>",
+        close="<|close|>think<|sep|>",
+        layout=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        again="<|open|>response<|sep|>",
     ),
     ReasoningFormat(names=("gemma4",), marks=("<|channel>",), open="<|channel>thought\n", close="<channel|>"),
     ReasoningFormat(names=("mistral",), marks=("[THINK]",), open="[THINK]", close="[/THINK]"),

@@ -30,7 +30,13 @@ ADD = Function(
 )
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"k": {"type": "boolean"}}, "required": ["k"]}
 FORM = grammars.json_schema(SCHEMA | {"additionalProperties": False})
-BOTH = [("hermes", "qwen3"), ("qwen3_coder", "mistral"), ("openai", "openai_gptoss"), ("llama3_json", "qwen3")]
+BOTH = [
+    ("hermes", "qwen3"),
+    ("qwen3_coder", "mistral"),
+    ("openai", "openai_gptoss"),
+    ("kimi_k3", "kimi_k3"),
+    ("llama3_json", "qwen3"),
+]
 
 
 def made(tools: str, reasoning: str) -> tuple[Formats, Vocabulary]:
@@ -129,6 +135,18 @@ def test_channels_may_alternate_before_a_call() -> None:
     assert all(admits(known, grammar, thought * count + call) for count in range(3))
     how = HowRead(thinking=Thinking.POSSIBLE, functions=(ADD,))
     assert read(formats, how, thought * 2 + call) == ("Hm.\nHm.", "", [("add", {"a": 1})])
+
+
+def test_what_stands_around_an_answer_is_layout() -> None:
+    formats, _ = made("kimi_k3", "kimi_k3")
+    call = (
+        '<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|><|open|>argument key="a" type="number"<|sep|>1'
+        "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>"
+    )
+    said = "<|open|>response<|sep|>Well.<|close|>response<|sep|>"
+    how = HowRead(thinking=Thinking.OPEN, functions=(ADD,))
+    text = f"Hm.<|close|>think<|sep|>{said}{call}<|close|>message<|sep|>"
+    assert read(formats, how, text) == ("Hm.", "Well.", [("add", {"a": 1})])
 
 
 def test_thoughts_have_at_most_their_budget() -> None:

@@ -1,10 +1,38 @@
-"""Which format a model's calls have: what its operator says, else what its chat template shows."""
+"""Which format a model's calls have: what its operator says, else what its chat template shows. Formats of thoughts
+are chosen in the same way."""
 
 from __future__ import annotations
 
-from pagoda_gateway.text.recognising import fitting, names_of
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
 from pagoda_gateway.text.tool_formats.families import TOOL_FORMATS
 from pagoda_gateway.text.tool_formats.format import ToolFormat
+
+
+class Row(Protocol):
+    """A format, known by any of its `names`; a chat template that has all of its `marks` asks for it."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def marks(self) -> tuple[str, ...]: ...
+
+
+R = TypeVar("R", bound=Row)
+
+
+def fitting(rows: Sequence[R], template: str, name: str = "") -> R | None:
+    """The first that a chat template asks for; with `name`, the one of this name that fits it best."""
+    named = [each for each in rows if not name or name in each.names]
+    found = [each for each in named if all(mark in template for mark in each.marks)]
+    return next(iter(found), named[0] if name and named else None)
+
+
+def names_of(rows: Sequence[Row]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for each in rows for name in each.names))
+
 
 TOOL_FORMAT_NAMES = names_of(TOOL_FORMATS)
 

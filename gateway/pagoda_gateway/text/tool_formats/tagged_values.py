@@ -39,7 +39,8 @@ class TaggedValues:
 
     White space around a value belongs to the value, but for a line break at the end of `value` and at the beginning of
     `value_end`. With `typed`, a value's type stands between `value` and it: `typed` says what stands around that, and
-    `strings` what stands there for a string, as `others` for other values, if that is not the JSON type's name.
+    `strings` what stands there for a string, as `others` for other values, if that is not the JSON type's name; whole
+    numbers are numbers.
     """
 
     begin: str = ""
@@ -159,7 +160,7 @@ class TaggedValues:
         others = without_strings(each.schema, parameters)
         if others is not None and ("string" not in types or self.typed or self._listed(parameters, each.schema)):
             schema = rules.schema(parameters.alone(others))
-            kinds = sorted(types - STRING) if self.typed and not self.others else [""]
+            kinds = sorted({_said(each) for each in types - STRING}) if self.typed and not self.others else [""]
             head = " | ".join(self._value_head(rules, kind) for kind in kinds)
             found.append(f"({head}) {schema} {rules.spell(self.value_end)}")
         rule = rules.rule(f"{rules.spell(self.key + each.name)} ({' | '.join(found)})")
@@ -182,6 +183,10 @@ class TaggedValues:
             return rules.spell(self.value)
         said = self.strings if kind == "string" else self.others or kind
         return rules.spell(self.value + self.typed.replace("|type|", said))
+
+
+def _said(kind: str) -> str:
+    return "number" if kind == "integer" else kind
 
 
 def _told(text: str, types: frozenset[str]) -> str:

@@ -86,7 +86,7 @@ GOLDEN = {
     "<|tool_calls_section_end|>",
     "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|>'
     f'<|open|>argument key="s" type="string"<|sep|>{V}<|close|>argument<|sep|>'
-    '<|open|>argument key="n" type="integer"<|sep|>42<|close|>argument<|sep|><|close|>call<|sep|>'
+    '<|open|>argument key="n" type="number"<|sep|>42<|close|>argument<|sep|><|close|>call<|sep|>'
     '<|open|>call tool="go" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
     "minimax_m2": f'<minimax:tool_call>\n<invoke name="add">\n<parameter name="s">{V}</parameter>\n'
     '<parameter name="n">42</parameter>\n</invoke>\n<invoke name="go">\n</invoke>\n</minimax:tool_call>',
