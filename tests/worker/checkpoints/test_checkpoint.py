@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from pagoda_worker.checkpoints.checkpoint import CheckpointError, Wanted, open_checkpoint
+from pagoda_worker.checkpoints.fingerprint import Entry
 
 CPU = torch.device("cpu")
 
@@ -51,6 +52,24 @@ def test_a_single_file_in_any_dtype(tmp_path: Path) -> None:
         assert checkpoint.dtype() == torch.float32
     assert seen[-1] == (82, 82)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_a_tensor_costs_no_look_at_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture of experts has tens of thousands."""
+    names = [f"experts.{number}" for number in range(500)]
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    looks = 0
+
+    def num_bytes(one: Entry) -> int:
+        nonlocal looks
+        looks += 1
+        return one.end - one.begin
+
+    monkeypatch.setattr(Entry, "num_bytes", property(num_bytes))
+    with open_checkpoint(tmp_path, lambda done, of: None) as checkpoint:
+        for name in names:
+            checkpoint.get(name, torch.float32, CPU)
+    assert looks < 20 * len(names)
 
 
 def test_tensors_outlive_the_checkpoint(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ given back when the checkpoint is closed.
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import struct
@@ -72,7 +73,7 @@ class Checkpoint:
     bytes_read: int = 0
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property  # asked for with every tensor
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.entries.values())
 
