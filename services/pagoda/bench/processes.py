@@ -101,5 +101,5 @@ def _stat(pid: int) -> list[str]:
 
 
 def _name(pid: int) -> str:
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:4]
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").split()[:4]  # which a process may have set
     return b" ".join(words).decode("utf-8", "replace")[:80]
