@@ -178,6 +178,7 @@ def test_nothing_is_left_after_the_supervisor_ends(tmp_path: Path, signum: signa
     with running_stack(tmp_path) as stack:
         family = stack.family()
         assert len(family) == 7  # three tiers, each with its template
+        assert [one.num_threads() for one in family if "template" in one.cmdline()[0]] == [1, 1, 1]  # they are forked
         stack.process.send_signal(signum)
         stack.process.wait(120)
         assert alive(remaining(family, 60)) == []

@@ -34,7 +34,7 @@ from pagoda_worker.device_choice import device_of_worker
 QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 # numpy's threads are of no use to a worker, and a process is forked while it has but one.
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
-# What each tier imports sooner or later, for its template.
+# What nearly all imports of each tier follow from, for its template.
 MODULES = {
     "gateway": ("pagoda.commands.gateway", "pagoda_gateway.server"),
     "engine-core": ("pagoda.commands.engine_core", "pagoda_engine_core.server"),

@@ -2,7 +2,7 @@
 
 Each child is one loop: *start it, pass on what it says, wait for its end, start it again a little later*. Only three
 things leave that loop: a stop signal; a child that refuses its configuration before it ever worked; a child that keeps
-crashing before all of them were up once.
+crashing before it ever worked.
 
 Who ends whom: the supervisor stops children in `stop_order`, each with its own bound, then kills the process group. A
 supervisor that dies itself takes the children along, because each asked the kernel for that (`die_with_parent`).
@@ -23,14 +23,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
-from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH, EXIT_OK
+from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH, EXIT_OK, describe_exit
 from pagoda.processes.process import STOP_SIGNALS, UP_EVENTS, insists
 from pagoda.processes.restarts import Lives, Pauses
 from pagoda.processes.template import SUPPORTED, Forked, Template
 from pagoda_proto import times
 from pagoda_proto.times import StallGuard
 
-STARTS_BEFORE_GIVING_UP = 3  # deaths in a row while not every child was up once
+STARTS_BEFORE_GIVING_UP = 3  # deaths in a row of one that was never up
 
 log = logging.getLogger(__name__)
 
@@ -130,10 +130,6 @@ class Supervisor:
             self._killing.set()
         self._stopping.set()
 
-    @property
-    def all_were_up(self) -> bool:
-        return all(child.lives.was_up for child in self.children)
-
     async def _keep(self, child: Child) -> None:
         while not self._stopping.is_set():
             try:
@@ -147,9 +143,9 @@ class Supervisor:
             if code == EXIT_CONFIG and not child.lives.was_up:
                 log.error("%s cannot start: %s", child.spec.name, child.why or "it refuses its configuration")
                 return self._give_up(EXIT_CONFIG)
-            if not self.all_were_up and child.lives.deaths_in_a_row >= STARTS_BEFORE_GIVING_UP:
+            if not child.lives.was_up and child.lives.deaths_in_a_row >= STARTS_BEFORE_GIVING_UP:
                 deaths, cause = child.lives.deaths_in_a_row, child.why or describe_exit(code)
-                log.error("%s died %d times before all were up, giving up: %s", child.spec.name, deaths, cause)
+                log.error("%s died %d times and was never up, giving up: %s", child.spec.name, deaths, cause)
                 return self._give_up(EXIT_CRASH)
             await self._pause(child, code, pause_s)
         return None
@@ -307,16 +303,6 @@ async def _read_lines(pipe: BinaryIO, take: Callable[[str], None]) -> None:
             take(rest.decode("utf-8", "replace"))
     finally:
         transport.close()
-
-
-def describe_exit(code: int) -> str:
-    """`was killed by SIGKILL` or `exited with code 1`."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 def python_command(*arguments: str) -> list[str]:

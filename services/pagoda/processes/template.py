@@ -3,11 +3,11 @@
 Most of a start is imports, two seconds of a worker's. They are done once, by the template, before the first life; each
 life after it begins within milliseconds, so what a stream notices of a death is little more than reading the weights.
 
-Who ends whom: a template has one child at a time and dies with its supervisor, the child with its template. So whatever
-is killed, what is below it goes, too, and the supervisor starts both anew.
+Who ends whom: a template has one child at a time and dies with its supervisor, the child with its template. So when a
+template is killed its child goes, too, and the supervisor starts both anew.
 
 Over one socket of whole messages: the supervisor sends the words of a command with the two ends that its life writes
-to; the template answers with the pid, and when the life is over with its exit code.
+to. The life answers with its pid before it does anything else, and the template with its exit code when it is over.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import signal
@@ -26,12 +27,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from setproctitle import setproctitle, setthreadtitle
 
-from pagoda.processes.exit_codes import EXIT_CRASH
+from pagoda.processes.exit_codes import EXIT_CRASH, describe_exit
 from pagoda.processes.garbage import put_off_collections
 from pagoda.processes.process import STOP_SIGNALS, die_with_parent
 
 LARGEST_MESSAGE = 256 * 1024  # bytes, which is more than a socket takes at once
 SUPPORTED = sys.platform.startswith("linux")  # elsewhere nothing takes a child along with its template
+
+log = logging.getLogger(__name__)
 
 
 class Template:
@@ -40,6 +43,7 @@ class Template:
     def __init__(self, process: asyncio.subprocess.Process, link: socket.socket) -> None:
         self.process = process
         self._link = link
+        self.killed = False  # by us
         self._life: Forked | None = None  # the last one
 
     @classmethod
@@ -99,6 +103,7 @@ class Template:
 
     def kill(self) -> None:
         """And with it the child it has."""
+        self.killed = True
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
@@ -117,6 +122,7 @@ class Forked:
     def __init__(self, template: Template) -> None:
         self._template = template
         self._born = False
+        self._handle = -1  # of the process, once it is born
         self.pid = template.process.pid  # until it is born
         self.returncode: int | None = None
         self._ended = asyncio.create_task(self._follow())
@@ -124,12 +130,30 @@ class Forked:
     async def _follow(self) -> int:
         while (answer := await self._template.answer()) and "code" not in answer:
             self.pid, self._born = answer["pid"], True
+            with contextlib.suppress(OSError):  # it has ended already
+                self._handle = os.pidfd_open(self.pid)
         if "code" in answer:
             self.returncode = answer["code"]
         else:
             code = await self._template.process.wait()
+            if self._born and not self._template.killed:
+                log.warning("the template of pid %d %s", self.pid, describe_exit(code))
+            await self._gone()
             self.returncode = -signal.SIGKILL if self._born else code
+        if self._handle >= 0:
+            os.close(self._handle)
         return self.returncode
+
+    async def _gone(self) -> None:
+        """It dies with its template, but gives back what it held a little later."""
+        if self._handle < 0:
+            return
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._handle, ended.set)
+        await ended.wait()
+        loop.remove_reader(self._handle)
+        _reap(self._handle)
 
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)
@@ -139,6 +163,12 @@ class Forked:
             os.kill(self.pid, signum)
         else:
             self._template.kill()
+
+
+def _reap(handle: int) -> None:
+    """A child without a template is ours if we are the first process of a container."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOHANG)
 
 
 def main(name: str, link: str, parent: str, *modules: str) -> None:
@@ -154,7 +184,7 @@ def main(name: str, link: str, parent: str, *modules: str) -> None:
     if command:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         python, _, module, *arguments = command
-        setproctitle(" ".join(command))
+        setproctitle(os.fsencode(" ".join(command)).decode(errors="replace"))
         setthreadtitle(os.path.basename(python))
         sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -170,7 +200,9 @@ def next_life(link: socket.socket) -> list[str]:
         status, output = ends
         pid = _fork(output)
         if pid == 0:
+            die_with_parent(template)
             os.setpgid(0, 0)
+            _answer(link, pid=os.getpid())  # itself, so that none is at work whom the supervisor does not know
             _write_to(output)
             for inherited in (link.detach(), output, nowhere):
                 os.close(inherited)
@@ -180,9 +212,6 @@ def next_life(link: socket.socket) -> list[str]:
         os.close(output)
         code = EXIT_CRASH
         if pid > 0:
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)  # before we tell of it, whoever of us two is first
-            _answer(link, pid=pid)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         _answer(link, code=code)
 

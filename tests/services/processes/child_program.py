@@ -44,7 +44,8 @@ def main() -> int:
             grandchild = subprocess.Popen(["sleep", "600"])
             Path(value).write_text(str(grandchild.pid))
         elif name == "ready":
-            report(event="ready", pid=os.getpid(), parent=os.getppid())
+            files = len(os.listdir("/proc/self/fd"))
+            report(event="ready", pid=os.getpid(), parent=os.getppid(), files=files, told=os.environ.get("TOLD"))
         elif name == "why":
             report(event="failed", why=value)
         elif name == "garbage":

@@ -32,7 +32,7 @@ def spec(name: str, words: list[str], order: int, how: str) -> ChildSpec:
     return ChildSpec(
         name=name,
         command=lambda: [sys.executable, "-m", CHILD, *words * (100_000 if name == "long" else 1)],
-        environment=child_environment(),
+        environment=child_environment(TOLD="by its spec"),
         modules=["no_such_module" if name == "unloadable" else "pagoda.processes.process"] if how == "forked" else (),
         stop_order=order,
         stop_timeout_s=0.5 if "quick" in name else 30.0,

@@ -63,7 +63,31 @@ def test_a_process_list_shows_the_command_of_a_child_and_no_command_of_a_templat
         assert os.getpgid(child.pid) == child.pid != os.getpgid(template.pid)
 
 
-def test_a_killed_template_takes_its_child_along_and_both_come_back() -> None:
+def test_a_life_has_what_one_that_is_started_afresh_has() -> None:
+    """Its descriptors and the environment of its spec; the template has groups and files of its own."""
+    begun = []
+    for how in ("forked", "afresh"):
+        with supervise(how, one=STEADY) as running:
+            begun.append(running.event(event="ready"))
+            if how == "forked":
+                template = begun[-1]["parent"]
+                assert os.getpgid(template) == template
+                assert {os.readlink(f"/proc/{template}/fd/{number}") for number in (0, 1, 2)} == {os.devnull}
+    assert begun[0]["files"] == begun[1]["files"]
+    assert begun[0]["told"] == begun[1]["told"] == "by its spec"
+
+
+def test_a_supervisor_opens_nothing_more_with_every_template() -> None:
+    with supervise(one=STEADY) as running:
+        counts = set()
+        for _ in range(4):
+            _, template = up(running)
+            counts.add(psutil.Process(running.process.pid).num_fds())
+            template.kill()
+        assert len(counts) == 1
+
+
+def test_a_killed_template_takes_its_child_along_and_both_come_back(capfd: pytest.CaptureFixture[str]) -> None:
     with supervise(one=STEADY) as running:
         child, template = up(running)
         template.kill()
@@ -71,6 +95,17 @@ def test_a_killed_template_takes_its_child_along_and_both_come_back() -> None:
         assert gone(child.pid)
         _, other = up(running)
         assert other != template
+    assert "WARNING:pagoda.processes.template:the template of pid" in capfd.readouterr().err
+
+
+def test_a_frozen_template_and_a_deaf_child_end_with_the_supervisor() -> None:
+    with supervise(quick=["deaf", *STEADY]) as running:
+        child, template = up(running)
+        template.suspend()
+        running.process.terminate()
+        assert running.end() == 0
+        assert gone(child.pid)
+        assert gone(template.pid)
 
 
 def test_a_template_that_is_frozen_while_its_child_dies_is_replaced() -> None:
@@ -95,12 +130,13 @@ def test_what_asks_all_processes_of_a_child_to_stop_stops_it_in_order() -> None:
         assert up(running)[1] == template
 
 
-def test_a_stop_before_the_first_life_is_obeyed() -> None:
+def test_a_stop_before_the_first_life_is_obeyed_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     with supervise(slow=STEADY) as running:
         [template] = _children(running)
         running.process.terminate()
         assert running.end() in (0, -signal.SIGTERM)  # the latter before it listens
         assert gone(template.pid)
+    assert "did not stop within" not in capfd.readouterr().err
 
 
 def _children(running: Running) -> list[psutil.Process]:
@@ -114,7 +150,13 @@ def test_what_cannot_be_imported_is_told(capfd: pytest.CaptureFixture[str]) -> N
         while "No module named 'no_such_module'" not in running.event(event="line")["line"]:
             pass
         assert running.end() == 1
-    assert "unloadable died 3 times before all were up, giving up: exited with code 1\n" in capfd.readouterr().err
+    assert "unloadable died 3 times and was never up, giving up: exited with code 1\n" in capfd.readouterr().err
+
+
+def test_a_command_that_is_no_text_is_shown_as_far_as_it_is() -> None:
+    with supervise(one=["\udcff", *STEADY]) as running:
+        child, _ = up(running)
+        assert "\N{REPLACEMENT CHARACTER}" in " ".join(child.cmdline())
 
 
 def test_a_command_that_is_too_long_ends_the_whole(capfd: pytest.CaptureFixture[str]) -> None:
