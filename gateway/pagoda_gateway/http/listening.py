@@ -25,9 +25,8 @@ def bind(host: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     if port:
         return _bound(family, address)
-    with _bound(
-        family, address
-    ) as found:  # a port that was asked for stays when the listening ends, this one would not
+    # A port that was asked for stays when the listening ends, one that the system chose would not.
+    with _bound(family, address) as found:
         return _bound(family, found.getsockname())
 
 
