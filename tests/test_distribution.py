@@ -57,4 +57,5 @@ def test_one_process_in_three_begins_at_the_other_end(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(tells.format("PYTEST_XDIST_WORKER"))
     assert closing_line(tmp_path, "-n", "3") == "9 passed"
     done_by = {name: (tmp_path / name).read_text() for name in names}
-    assert (done_by["test_0"], done_by["test_1"], done_by["test_8"]) == ("gw0", "gw1", "gw2")
+    one_in_three = {name for name in names if done_by[name] == done_by["test_8"]}
+    assert one_in_three == {"test_6", "test_7", "test_8"}
