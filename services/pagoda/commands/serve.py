@@ -31,9 +31,8 @@ from pagoda_worker.device_choice import device_of_worker
 
 # torch's threads spin this many rounds, some tens of microseconds, and then sleep: a spinning thread takes the core
 # from the gateway or another worker, one that sleeps at once makes every operation wait for its waking.
-QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
-# numpy's threads are of no use to a worker, and a process is forked while it has but one.
-NO_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
+# numpy's threads are of no use to a worker, and what is forked should have but one when that happens.
+QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0", "OPENBLAS_NUM_THREADS": "1"}
 # What nearly all imports of each tier follow from, for its template.
 MODULES = {
     "gateway": ("pagoda.commands.gateway", "pagoda_gateway.server"),
@@ -149,8 +148,7 @@ class Tower:
         ]  # fmt: skip
 
     def _worker_spec(self, config: WorkerConfig) -> ChildSpec:
-        threads = {"OMP_NUM_THREADS": str(config.threads), **QUIET_THREADS, **NO_THREADS}
-        environment = child_environment(PYTHONUNBUFFERED="1", **threads)
+        environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(config.threads), **QUIET_THREADS)
         return ChildSpec(
             name=config.worker_id, command=lambda: self._command("worker", config), environment=environment,
             modules=MODULES["worker"], stop_order=2, stop_timeout_s=config.drain_timeout_s + times.WORKER_STOPS_S,

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Protocol
 from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH, EXIT_OK, describe_exit
 from pagoda.processes.process import STOP_SIGNALS, UP_EVENTS, insists
 from pagoda.processes.restarts import Lives, Pauses
-from pagoda.processes.template import SUPPORTED, Forked, Template
+from pagoda.processes.template import Forked, Template, execute, supported
 from pagoda_proto import times
 from pagoda_proto.times import StallGuard
 
@@ -156,7 +156,7 @@ class Supervisor:
         with contextlib.ExitStack() as ends:
             status_read, status_write = _pipe(ends)
             lines_read, lines_write = _pipe(ends)
-            begin = _fork if child.spec.modules and SUPPORTED else _execute
+            begin = _begin_forked if child.spec.modules and supported() else _begin_afresh
             child.process = await begin(child, status_write.fileno(), lines_write.fileno())
             status_write.close()
             lines_write.close()
@@ -253,22 +253,13 @@ class Supervisor:
         self._observer.on_event(child.spec.name, event)
 
 
-async def _execute(child: Child, status: int, output: int) -> asyncio.subprocess.Process:
-    """Start it afresh."""
-    return await asyncio.create_subprocess_exec(
-        *child.spec.command(),
-        f"--status-fd={status}",
-        f"--parent-pid={os.getpid()}",
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        env=dict(child.spec.environment),
-        pass_fds=(status, *child.spec.inherits),
-        process_group=0,  # no session: Linux shares processors among sessions first, then among their threads
-    )
+async def _begin_afresh(child: Child, status: int, output: int) -> asyncio.subprocess.Process:
+    spec = child.spec
+    command = [*spec.command(), f"--status-fd={status}", f"--parent-pid={os.getpid()}"]
+    return await execute(command, spec.environment, output, [status, *spec.inherits])
 
 
-async def _fork(child: Child, status: int, output: int) -> Forked:
+async def _begin_forked(child: Child, status: int, output: int) -> Forked:
     """Have its template fork it; a template is started where there is none, or where it has died."""
     if child.template is not None and not child.template.alive:
         await child.template.end()

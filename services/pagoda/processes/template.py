@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -30,20 +31,48 @@ from setproctitle import setproctitle, setthreadtitle
 from pagoda.processes.exit_codes import EXIT_CRASH, describe_exit
 from pagoda.processes.garbage import put_off_collections
 from pagoda.processes.process import STOP_SIGNALS, die_with_parent
+from pagoda_proto import times
 
 LARGEST_MESSAGE = 256 * 1024  # bytes, which is more than a socket takes at once
-SUPPORTED = sys.platform.startswith("linux")  # elsewhere nothing takes a child along with its template
 
 log = logging.getLogger(__name__)
 
 
-class Template:
-    """The supervisor's side. It has its own process group, so that a child's can be killed without it."""
+@functools.cache
+def supported() -> bool:
+    """Elsewhere nothing takes a child along with its template, or nothing tells of its end. Linux has both from 5.3 on."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
-    def __init__(self, process: asyncio.subprocess.Process, link: socket.socket) -> None:
+
+async def execute(
+    command: Sequence[str], environment: Mapping[str, str], output: int, inherits: Iterable[int]
+) -> asyncio.subprocess.Process:
+    """Start a program that leads a process group. Raises OSError."""
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=dict(environment),
+        pass_fds=tuple(inherits),
+        process_group=0,  # no session: Linux shares processors among sessions first, then among their threads
+    )
+
+
+class Template:
+    """The supervisor's side. It has a process group of its own, so that the child's can be killed without it."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, link: socket.socket) -> None:
         self.process = process
+        self._name = name
         self._link = link
-        self.killed = False  # by us
+        self._killed = False  # by us
         self._life: Forked | None = None  # the last one
 
     @classmethod
@@ -59,19 +88,12 @@ class Template:
         link.setblocking(False)
         with theirs:
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", __name__, name, str(theirs.fileno()), str(os.getpid()), *modules),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=dict(environment),
-                    pass_fds=(theirs.fileno(), *inherits),
-                    process_group=0,
-                )
+                words = [sys.executable, "-m", __name__, name, str(theirs.fileno()), str(os.getpid()), *modules]
+                process = await execute(words, environment, output, [theirs.fileno(), *inherits])
             except OSError:
                 link.close()
                 raise
-        return cls(process, link)
+        return cls(name, process, link)
 
     @property
     def alive(self) -> bool:
@@ -93,17 +115,26 @@ class Template:
         self._life = Forked(self)
         return self._life
 
-    async def answer(self) -> dict[str, int]:
-        """What it says next; nothing once it is dead."""
+    async def answer(self, within_s: float | None = None) -> dict[str, int]:
+        """What it says next; nothing once it is dead, which it is when it says nothing in time."""
         with contextlib.suppress(OSError):
-            if told := await asyncio.get_running_loop().sock_recv(self._link, LARGEST_MESSAGE):
+            try:
+                async with asyncio.timeout(within_s):
+                    told = await asyncio.get_running_loop().sock_recv(self._link, LARGEST_MESSAGE)
+            except TimeoutError:
+                log.warning("the template of %s says nothing and is killed", self._name)
+                self.kill()
+                return {}
+            if told:
                 answer: dict[str, int] = json.loads(told)
                 return answer
+        if not self._killed:
+            log.warning("the template of %s %s", self._name, describe_exit(await self.process.wait()))
         return {}
 
     def kill(self) -> None:
         """And with it the child it has."""
-        self.killed = True
+        self._killed = True
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
@@ -128,39 +159,39 @@ class Forked:
         self._ended = asyncio.create_task(self._follow())
 
     async def _follow(self) -> int:
-        while (answer := await self._template.answer()) and "code" not in answer:
+        answer = await self._template.answer()
+        if "pid" in answer:
             self.pid, self._born = answer["pid"], True
-            with contextlib.suppress(OSError):  # it has ended already
-                self._handle = os.pidfd_open(self.pid)
+            await self._watch()
+            answer = await self._template.answer(times.LAST_WORDS_S)  # one that has none hangs, or is dead
         if "code" in answer:
             self.returncode = answer["code"]
-        else:
-            code = await self._template.process.wait()
-            if self._born and not self._template.killed:
-                log.warning("the template of pid %d %s", self.pid, describe_exit(code))
-            await self._gone()
-            self.returncode = -signal.SIGKILL if self._born else code
-        if self._handle >= 0:
-            os.close(self._handle)
+            return self.returncode
+        self.returncode = -signal.SIGKILL if self._born else await self._template.process.wait()
         return self.returncode
 
-    async def _gone(self) -> None:
-        """It dies with its template, but gives back what it held a little later."""
-        if self._handle < 0:
+    async def _watch(self) -> None:
+        """Until it is gone, with all that it held. It is its own death that is seen, whatever its template is at."""
+        try:
+            self._handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:
             return
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_reader(self._handle, ended.set)
-        await ended.wait()
-        loop.remove_reader(self._handle)
-        _reap(self._handle)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self._handle)
+            handle, self._handle = self._handle, -1
+            _reap(handle)
+            os.close(handle)
 
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)
 
     def send_signal(self, signum: int) -> None:
-        if self._born and self.returncode is None:
-            os.kill(self.pid, signum)
+        if self._handle >= 0:
+            signal.pidfd_send_signal(self._handle, signum)
         else:
             self._template.kill()
 

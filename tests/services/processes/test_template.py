@@ -95,7 +95,7 @@ def test_a_killed_template_takes_its_child_along_and_both_come_back(capfd: pytes
         assert gone(child.pid)
         _, other = up(running)
         assert other != template
-    assert "WARNING:pagoda.processes.template:the template of pid" in capfd.readouterr().err
+    assert "WARNING:pagoda.processes.template:the template of one was killed by SIGKILL\n" in capfd.readouterr().err
 
 
 def test_a_frozen_template_and_a_deaf_child_end_with_the_supervisor() -> None:
@@ -109,7 +109,8 @@ def test_a_frozen_template_and_a_deaf_child_end_with_the_supervisor() -> None:
 
 
 def test_a_template_that_is_frozen_while_its_child_dies_is_replaced() -> None:
-    with supervise(beating=["ready", "beat"]) as running:
+    """At once: nobody cares for the silence of this child."""
+    with supervise(one=STEADY) as running:
         child, template = up(running)
         template.suspend()
         child.kill()
