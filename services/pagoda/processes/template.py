@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def supported() -> bool:
-    """Elsewhere nothing takes a child along with its template, or nothing tells of its end. Linux has both from 5.3 on."""
+    """By Linux from 5.3 on; elsewhere nothing takes a child along with its template, or nothing tells of its end."""
     if not sys.platform.startswith("linux"):
         return False
     try:
