@@ -86,19 +86,27 @@ def parser_of(chosen: str = "") -> argparse.ArgumentParser:
         if name == chosen:
             module = importlib.import_module(command.module)
             module.add_arguments(sub)
-            sub.set_defaults(main=module.main)
+            sub.set_defaults(module=module)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (see `pagoda.processes.exit_codes`)."""
+    return _run("main", list(sys.argv[1:] if argv is None else argv))
+
+
+def prepare(argv: Sequence[str]) -> int:
+    """Do once what all runs of one command have in common that will be forked off this process; returns as `main`."""
+    return _run("prepare", list(argv))
+
+
+def _run(what: str, words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: no name ends a command that prints it
-    words = list(sys.argv[1:] if argv is None else argv)
     words = ["version"] if words == ["--version"] else words
     arguments = parser_of(words[0] if words else "").parse_args(words)
     try:
-        code: int = arguments.main(arguments)
+        code: int = getattr(arguments.module, what)(arguments)
     except ConfigError as error:
         for problem in error.problems:
             print(f"pagoda: error: {problem}", file=sys.stderr)

@@ -95,6 +95,7 @@ def test_streams_survive_the_death_of_a_worker(stack: Stack, undisturbed: list[A
 
     times = check_in_mid_stream(stack, requests(), undisturbed, kill_a_busy_worker)
     assert stack.stats().worker_deaths == deaths + times
+    assert stack.log.read_text().count("weights read and packed") == 2  # once for all lives of each worker
 
 
 def test_streams_go_on_when_their_worker_is_asked_to_leave(stack: Stack, undisturbed: list[Any]) -> None:

@@ -151,7 +151,8 @@ class Tower:
         environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(config.threads), **QUIET_THREADS)
         return ChildSpec(
             name=config.worker_id, command=lambda: self._command("worker", config), environment=environment,
-            modules=MODULES["worker"], stop_order=2, stop_timeout_s=config.drain_timeout_s + times.WORKER_STOPS_S,
+            modules=MODULES["worker"], prepares=True,
+            stop_order=2, stop_timeout_s=config.drain_timeout_s + times.WORKER_STOPS_S,
             silence_timeout_s=times.WORKER_SILENT_S,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pagoda.processes import tier
-from pagoda.processes.process import run_blocking
+from pagoda.processes.process import StatusPipe, beating, run_blocking, run_guarded
 from pagoda.settings.flags import add_options
 from pagoda.settings.options import ModelSourceConfig
 from pagoda.tools import checkpoints
@@ -18,12 +18,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    settings, report = tier.begin("worker", arguments)
-    model = settings.build(WorkerConfig).model
-    model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
-    config = settings.build(WorkerConfig, model=str(model_dir))
-
-    choose_libraries()
+    config, report = _begin(arguments)
     from pagoda_worker.process.loop import run
 
     return run_blocking(lambda stop: run(config, report, stop), report)
+
+
+def prepare(arguments: argparse.Namespace) -> int:
+    """Load the model for the lives of this worker that are forked off this process; returns as `main`."""
+    config, report = _begin(arguments)
+    from pagoda_worker.process.loop import prepare
+
+    with beating(report):
+        return run_guarded(lambda: prepare(config, report), report)
+
+
+def _begin(arguments: argparse.Namespace) -> tuple[WorkerConfig, StatusPipe]:
+    settings, report = tier.begin("worker", arguments)
+    model = settings.build(WorkerConfig).model
+    model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
+    choose_libraries()
+    return settings.build(WorkerConfig, model=str(model_dir)), report

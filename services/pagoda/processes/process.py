@@ -14,8 +14,7 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH, EXIT_OK, EXIT_UNREACHABLE
@@ -125,22 +124,33 @@ def stop_on(stop: threading.Event | asyncio.Event, signum: int) -> None:
 def run_blocking(run: Callable[[threading.Event], None], report: StatusPipe) -> int:
     """Run a tier in the main thread until it ends or a signal asks it to; returns the exit code.
 
-    A thread beside it beats on the status pipe: that shows a process that is not frozen. Whether its work advances is
-    the engine core's to judge.
+    It beats meanwhile; whether its work advances is the engine core's to judge.
     """
     stop = threading.Event()
 
     for signum in STOP_SIGNALS:
         signal.signal(signum, lambda signum, _: stop_on(stop, signum))
-    if report.connected:
-        threading.Thread(target=_beat_for_ever, args=(report,), name="beat", daemon=True).start()
-    return run_guarded(lambda: run(stop), report)
+    with beating(report):
+        return run_guarded(lambda: run(stop), report)
 
 
-def _beat_for_ever(report: StatusPipe) -> None:
-    while True:
-        report({"event": "beat"})
-        time.sleep(times.CHILD_BEAT_S)
+@contextlib.contextmanager
+def beating(report: StatusPipe) -> Iterator[None]:
+    """Have a thread beside what is done beat on the status pipe: that shows a process that is not frozen."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while report.connected and not over.is_set():
+            report({"event": "beat"})
+            over.wait(times.CHILD_BEAT_S)
+
+    thread = threading.Thread(target=beat, name="beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def run_guarded(run: Callable[[], None], report: StatusPipe) -> int:

@@ -1,6 +1,6 @@
 """How soon a child is started again: what a life has lasted counts towards the pause after it.
 
-So one that works and is killed now and then is back almost at once, however often that happens; one that falls over as
+So one that works and is killed now and then is back at once, however often that happens; one that falls over as
 soon as it is up is started every `most_s` at most; and one that fails by itself before it is up waits longer each time,
 because only somebody from outside can mend what it lacks.
 """
@@ -25,7 +25,7 @@ class Pauses:
     never_up_most_s: float = times.RESTART_NEVER_UP_MOST_S
 
     def of_one_that_was_up(self, deaths_in_a_row: int, lived_s: float) -> float:
-        return max(self.first_s, _doubled(self.first_s, deaths_in_a_row, self.most_s) - lived_s)
+        return max(0.0, _doubled(self.first_s, deaths_in_a_row, self.most_s) - lived_s)
 
     def of_one_that_failed(self, failures_in_a_row: int) -> float:
         return _doubled(self.never_up_first_s, failures_in_a_row, self.never_up_most_s)

@@ -43,6 +43,7 @@ class ChildSpec:
     command: Callable[[], Sequence[str]]
     environment: Mapping[str, str]
     modules: Sequence[str] = ()  # what it imports; with any, its lives are forks of a template that has imported them
+    prepares: bool = False  # .. and that has done what its program calls `prepare`, see `template`
     inherits: Sequence[int] = ()  # descriptors that each life has under the same numbers
     stop_order: int
     stop_timeout_s: float
@@ -76,12 +77,6 @@ class Child:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-
-    def kill_all(self) -> None:
-        """And its template: it may be what hangs."""
-        self.kill_group()
-        if self.template is not None:
-            self.template.kill()
 
     def ask_to_stop(self) -> None:
         if self.process is not None:
@@ -165,7 +160,7 @@ class Supervisor:
         child.lives.begin(child.heard_at)
         child.why, child.spoke = "", False
         if self._stopping.is_set():
-            child.kill_all()  # born too late to have anything to finish
+            child.kill_group()  # born too late to have anything to finish
         child.readers = [
             asyncio.create_task(_read_lines(status_read, lambda line: self._take_event(child, line))),
             asyncio.create_task(_read_lines(lines_read, lambda line: self._observer.on_line(child.spec.name, line))),
@@ -191,7 +186,7 @@ class Supervisor:
                 running = child.process is not None and child.process.returncode is None
                 if limit and running and now - child.heard_at > limit:
                     log.error("%s has been silent for %g s and is killed", child.spec.name, limit)
-                    child.kill_all()
+                    child.kill_group()
 
     async def _finish_readers(self, child: Child) -> None:
         """Take the last words; a grandchild that holds the pipe open must not hold us."""
@@ -233,7 +228,7 @@ class Supervisor:
         if not ended.done():
             if not self._killing.is_set():
                 log.warning("%s did not stop within %g s and is killed", child.spec.name, child.spec.stop_timeout_s)
-            child.kill_all()
+            child.kill_group()
         await ended
 
     def _take_event(self, child: Child, line: str) -> None:
@@ -266,7 +261,9 @@ async def _begin_forked(child: Child, status: int, output: int) -> Forked:
         child.template = None
     if child.template is None:
         spec = child.spec
-        child.template = await Template.start(spec.name, spec.modules, spec.environment, output, spec.inherits)
+        child.template = await Template.start(
+            spec.name, spec.modules, spec.environment, output, spec.inherits, prepares=spec.prepares
+        )
     return child.template.bear(child.spec.command(), status, output)
 
 

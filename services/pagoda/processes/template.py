@@ -1,13 +1,17 @@
-"""A process that has imported what a child needs and does nothing else: a child's next life is a fork of it.
+"""A process that has made ready what a child needs and does nothing else: a child's next life is a fork of it.
 
-Most of a start is imports, two seconds of a worker's. They are done once, by the template, before the first life; each
-life after it begins within milliseconds, so what a stream notices of a death is little more than reading the weights.
+Nearly all of a start is the same in every life: imports, two seconds of a worker's, and its model, which may take
+minutes. It is done once, by the template, before the first life; each life after it begins within milliseconds.
 
 Who ends whom: a template has one child at a time and dies with its supervisor, the child with its template. So when a
 template is killed its child goes, too, and the supervisor starts both anew.
 
 Over one socket of whole messages: the supervisor sends the words of a command with the two ends that its life writes
-to. The life answers with its pid before it does anything else, and the template with its exit code when it is over.
+to. The life answers with its pid before it does anything else, and the template with its exit code when it is over. A
+template that can bear no life answers with an exit code alone, and is of no further use.
+
+The module of a command has `main`, which takes the words after its name and returns the exit code, and where the
+template is to do more than import, `prepare`, which is called with the words of the first life, and its ends.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ import importlib
 import json
 import logging
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -33,6 +36,7 @@ from pagoda.processes.garbage import put_off_collections
 from pagoda.processes.process import STOP_SIGNALS, die_with_parent
 from pagoda_proto import times
 
+IMPORTS, PREPARES = "imports", "prepares"  # how much a template does
 LARGEST_MESSAGE = 256 * 1024  # bytes, which is more than a socket takes at once
 
 log = logging.getLogger(__name__)
@@ -77,7 +81,14 @@ class Template:
 
     @classmethod
     async def start(
-        cls, name: str, modules: Iterable[str], environment: Mapping[str, str], output: int, inherits: Iterable[int]
+        cls,
+        name: str,
+        modules: Iterable[str],
+        environment: Mapping[str, str],
+        output: int,
+        inherits: Iterable[int],
+        *,
+        prepares: bool = False,
     ) -> Template:
         """Start one for the child of that name; while it imports the modules, it complains to `output`.
 
@@ -88,7 +99,8 @@ class Template:
         link.setblocking(False)
         with theirs:
             try:
-                words = [sys.executable, "-m", __name__, name, str(theirs.fileno()), str(os.getpid()), *modules]
+                way = PREPARES if prepares else IMPORTS
+                words = [sys.executable, "-m", __name__, name, str(theirs.fileno()), str(os.getpid()), way, *modules]
                 process = await execute(words, environment, output, [theirs.fileno(), *inherits])
             except OSError:
                 link.close()
@@ -97,7 +109,7 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        return self.process.returncode is None
+        return self.process.returncode is None and not self._killed
 
     def bear(self, command: Sequence[str], status: int, output: int) -> Forked:
         """Have it begin a life as `command`, at once or as soon as it has imported everything.
@@ -165,6 +177,8 @@ class Forked:
             await self._watch()
             answer = await self._template.answer(times.LAST_WORDS_S)  # one that has none hangs, or is dead
         if "code" in answer:
+            if not self._born:
+                self._template.kill()
             self.returncode = answer["code"]
             return self.returncode
         self.returncode = -signal.SIGKILL if self._born else await self._template.process.wait()
@@ -202,7 +216,7 @@ def _reap(handle: int) -> None:
         os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOHANG)
 
 
-def main(name: str, link: str, parent: str, *modules: str) -> None:
+def main(name: str, link: str, parent: str, way: str, *modules: str) -> None:
     """The template's side."""
     setproctitle(f"pagoda template ({name})")
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # who asks a child by its name may ask us, too
@@ -211,17 +225,22 @@ def main(name: str, link: str, parent: str, *modules: str) -> None:
     for module in modules:
         importlib.import_module(module)
     gc.freeze()
-    command = next_life(socket.socket(fileno=int(link)))
+    command = next_life(socket.socket(fileno=int(link)), int(parent), prepares=way == PREPARES)
     if command:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        python, _, module, *arguments = command
         setproctitle(os.fsencode(" ".join(command)).decode(errors="replace"))
-        setthreadtitle(os.path.basename(python))
-        sys.argv = [module, *arguments]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        setthreadtitle(os.path.basename(command[0]))
+        sys.exit(_program("main", command))
 
 
-def next_life(link: socket.socket) -> list[str]:
+def _program(what: str, command: Sequence[str]) -> int:
+    """Call that function of what a command runs."""
+    _, _, module, *words = command
+    code: int = getattr(importlib.import_module(module), what)(words)
+    return code
+
+
+def next_life(link: socket.socket, parent: int, *, prepares: bool) -> list[str]:
     """Fork whenever a life is asked for; returns its command in each child, and nothing once no more is wanted."""
     template, nowhere = os.getpid(), os.open(os.devnull, os.O_WRONLY)
     while True:
@@ -229,30 +248,37 @@ def next_life(link: socket.socket) -> list[str]:
         if not told:
             return []
         status, output = ends
-        pid = _fork(output)
+        _write_to(output)
+        command = [*json.loads(told), f"--status-fd={status}"]
+        if prepares:
+            code = _program("prepare", [*command, f"--parent-pid={parent}"])
+            if code:
+                _answer(link, code=code)
+                return []
+            prepares = False
+        pid = _fork()
         if pid == 0:
             die_with_parent(template)
             os.setpgid(0, 0)
             _answer(link, pid=os.getpid())  # itself, so that none is at work whom the supervisor does not know
-            _write_to(output)
             for inherited in (link.detach(), output, nowhere):
                 os.close(inherited)
-            return [*json.loads(told), f"--status-fd={status}", f"--parent-pid={template}"]
+            return [*command, f"--parent-pid={template}"]
         os.close(status)
         _write_to(nowhere)  # what stays open here would never end for its reader
         os.close(output)
-        code = EXIT_CRASH
-        if pid > 0:
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        _answer(link, code=code)
+        if pid < 0:
+            _answer(link, code=EXIT_CRASH)
+            return []
+        _answer(link, code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-def _fork(output: int) -> int:
-    """As `os.fork`, but negative when there is no room for another process, which `output` is told."""
+def _fork() -> int:
+    """As `os.fork`, but negative when there is no room for another process, which is told."""
     try:
         return os.fork()
     except OSError as error:
-        os.write(output, f"cannot be forked: {error}\n".encode())
+        print(f"cannot be forked: {error}", file=sys.stderr, flush=True)
         return -1
 
 

@@ -14,17 +14,31 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pagoda.processes.process import die_with_parent
 
 
-def main() -> int:
+def read(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("words", nargs="*")
     parser.add_argument("--status-fd", type=int)
     parser.add_argument("--parent-pid", type=int)
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def prepare(words: Sequence[str]) -> int:
+    """Says so, and does what words like `prepare:exit=CODE` say, of which each life takes no notice."""
+    arguments = read(words)
+    print("prepares", flush=True)
+    os.write(arguments.status_fd, json.dumps({"event": "prepares", "pid": os.getpid()}).encode() + b"\n")
+    asked = [word.removeprefix("prepare:") for word in arguments.words if word.startswith("prepare:")]
+    return main([*asked, f"--status-fd={arguments.status_fd}", f"--parent-pid={arguments.parent_pid}"])
+
+
+def main(words: Sequence[str]) -> int:
+    arguments = read(words)
     die_with_parent(arguments.parent_pid)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
@@ -66,4 +80,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

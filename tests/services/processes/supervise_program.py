@@ -34,6 +34,7 @@ def spec(name: str, words: list[str], order: int, how: str) -> ChildSpec:
         command=lambda: [sys.executable, "-m", CHILD, *words * (100_000 if name == "long" else 1)],
         environment=child_environment(TOLD="by its spec"),
         modules=["no_such_module" if name == "unloadable" else "pagoda.processes.process"] if how == "forked" else (),
+        prepares=any(word.startswith("prepare") for word in words),
         stop_order=order,
         stop_timeout_s=0.5 if "quick" in name else 30.0,
         silence_timeout_s={"mute": 0.5, "beating": 2.5, "wordless": 0.5}.get(name.partition("-")[0], 0.0),

@@ -48,7 +48,7 @@ def test_one_that_is_killed_on_a_beat_works_in_between(period_s: float, start_s:
 def test_a_start_that_is_never_finished_before_the_next_kill_is_tried_on() -> None:
     lives, up_s = killed_every(2.0, 3.0, 60.0)
     assert up_s == 0
-    assert live(lives, 60.0, up_after_s=None, lasts_s=2.0) == PAUSES.first_s
+    assert live(lives, 60.0, up_after_s=None, lasts_s=2.0) == 0.0
 
 
 @pytest.mark.parametrize("up_after_s", [0.0, None])
@@ -71,7 +71,7 @@ def test_a_long_life_is_a_new_beginning() -> None:
     for _ in range(CRASH_LOOP):
         live(lives, 0.0, up_after_s=0.1, lasts_s=0.2)
     assert lives.in_crash_loop
-    assert live(lives, 0.0, up_after_s=0.1, lasts_s=times.STEADY_S + 1) == PAUSES.first_s
+    assert live(lives, 0.0, up_after_s=0.1, lasts_s=times.STEADY_S + 1) == 0.0
     assert lives.deaths_in_a_row == 1
     assert not lives.in_crash_loop
 
@@ -93,8 +93,9 @@ def test_every_pause_is_within_its_bounds(given_lives: list[tuple[float | None, 
     lives = Lives(PAUSES)
     for up_after_s, lasts_s, code in given_lives:
         pause_s = live(lives, 0.0, up_after_s=up_after_s, lasts_s=lasts_s, code=code)
-        most_s = PAUSES.never_up_most_s if up_after_s is None and code != KILLED else PAUSES.most_s
-        assert PAUSES.first_s <= pause_s <= most_s
+        failed = up_after_s is None and code != KILLED
+        least_s, most_s = (PAUSES.never_up_first_s, PAUSES.never_up_most_s) if failed else (0.0, PAUSES.most_s)
+        assert least_s <= pause_s <= most_s
 
 
 @given(st.integers(1, 10**9))

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from tests.services.processes.supervising import STEADY, Running, gone, supervise
 
+from pagoda.processes.exit_codes import EXIT_CONFIG
+
 pytestmark = pytest.mark.e2e
 
 NO_ROOM = """
@@ -24,7 +26,7 @@ def refuse():
     raise BlockingIOError(11, "no more processes")
 
 os.fork = refuse
-template.next_life(socket.socket(fileno=int(sys.argv[1])))
+template.next_life(socket.socket(fileno=int(sys.argv[1])), os.getppid(), prepares=False)
 """
 
 
@@ -146,6 +148,62 @@ def _children(running: Running) -> list[psutil.Process]:
     return found
 
 
+def test_what_lives_have_in_common_is_prepared_once_by_their_template() -> None:
+    """And what it says goes where the words of its first life go."""
+    with supervise(one=["prepare", *STEADY]) as running:
+        prepared = running.event(event="prepares")["pid"]
+        child, template = up(running)
+        assert prepared == template.pid
+        for _ in range(2):
+            child.kill()
+            assert running.event(event="died")["code"] == -signal.SIGKILL
+            event = running.event(child="one")
+            assert event["event"] == "ready"
+            child = psutil.Process(event["pid"])
+            assert event["parent"] == template.pid
+        template.kill()
+        assert running.event(event="prepares")["pid"] != template.pid
+
+
+def test_what_is_told_while_preparing_is_a_line_of_the_child() -> None:
+    with supervise(one=["prepare", *STEADY]) as running:
+        assert running.event(child="one", event="line")["line"] == "prepares"
+
+
+def test_a_configuration_that_is_refused_while_preparing_is_not_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
+    with supervise(one=["prepare:why=a flag is wrong", f"prepare:exit={EXIT_CONFIG}", *STEADY]) as running:
+        assert running.end() == EXIT_CONFIG
+    assert "one cannot start: a flag is wrong\n" in capfd.readouterr().err
+
+
+def test_what_crashes_while_preparing_is_prepared_anew_by_another_template(tmp_path: Path) -> None:
+    with supervise(one=[f"prepare:crash-once={tmp_path / 'crashed'}", *STEADY]) as running:
+        first = running.event(event="prepares")["pid"]
+        assert running.event(event="died")["code"] == 1
+        assert running.event(event="prepares")["pid"] != first
+        up(running)
+
+
+def test_what_fails_while_preparing_three_times_ends_the_whole(capfd: pytest.CaptureFixture[str]) -> None:
+    with supervise(good=STEADY, one=["prepare:exit=1", *STEADY]) as running:
+        assert running.end() == 1
+    told = capfd.readouterr().err
+    assert "one died 3 times and was never up, giving up: exited with code 1\n" in told
+    assert "SIGKILL" not in told
+
+
+@pytest.mark.parametrize("name", ["one", "mute"])
+def test_a_template_that_prepares_for_ever_ends_with_the_supervisor_or_by_its_silence(name: str) -> None:
+    with supervise(**{name: ["prepare:linger", *STEADY]}) as running:
+        template = psutil.Process(running.event(event="prepares")["pid"])
+        if name == "one":
+            running.process.terminate()
+            assert running.end() == 0
+        else:
+            assert running.event(event="prepares")["pid"] != template.pid
+        assert gone(template.pid)
+
+
 def test_what_cannot_be_imported_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     with supervise(good=STEADY, unloadable=STEADY) as running:
         while "No module named 'no_such_module'" not in running.event(event="line")["line"]:
@@ -175,7 +233,6 @@ def test_a_fork_without_room_is_told_and_counts_as_a_crash() -> None:
         socket.send_fds(link, [b"[]"], [writes, writes])
         os.close(writes)
         assert link.recv(100) == b'{"code": 1}'
-        link.shutdown(socket.SHUT_WR)
         assert process.wait(60) == 0
     with open(reads, "rb") as output:
         assert output.read() == b"cannot be forked: [Errno 11] no more processes\n"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tests.worker.kernels.levels import levels
@@ -315,6 +316,21 @@ def test_threads_change_nothing() -> None:
         results.append(linear(library, x, w))
         library.close()
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; the torch back end serves")
+def test_threads_that_have_ended_begin_anew_with_what_is_run_next() -> None:
+    x, w = bf16(50, 128, seed=1), bf16(500, 128, seed=2)
+    library = lib.Library([-1] * 3)
+    first = linear(library, x, w)
+    before = psutil.Process().num_threads()
+    lib.rest()
+    lib.rest()
+    without = psutil.Process().num_threads()
+    assert without <= before - 2  # other libraries have threads, too
+    assert torch.equal(linear(library, x, w), first)
+    assert psutil.Process().num_threads() == without + 2
+    library.close()
 
 
 def test_a_missing_library_is_a_clear_error(tmp_path) -> None:  # type: ignore[no-untyped-def]

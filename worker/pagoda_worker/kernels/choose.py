@@ -6,6 +6,7 @@ loaded and checked means one thing, that it cannot serve here, and leaves this m
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import platform
 from collections.abc import Callable, Collection
@@ -15,6 +16,7 @@ import torch
 from pagoda_worker.device.cuda import device_seconds
 from pagoda_worker.kernel_choice import AUTO, FAMILIES, FLASH, parse_choice
 from pagoda_worker.kernels import flash, trial
+from pagoda_worker.kernels.cpu import library
 from pagoda_worker.kernels.mixed import mix
 from pagoda_worker.kernels.ops import BackendError, Needs, Ops, guarded
 from pagoda_worker.kernels.reference import ReferenceOps
@@ -25,6 +27,7 @@ Load = Callable[[torch.device, Needs], tuple[Ops, dict[str, str]]]
 """Gives a back end, and by family of operations what keeps it from serving that one here."""
 
 VECTORISED = ("x86_64", "AMD64")  # machines that the native kernels have more than a plain level for
+OMP_PAUSE_HARD = 2  # OpenMP 5.0, `omp_pause_resource_t`
 MARGIN = 0.9  # flash-attention must take less than this share of Triton's time: starts are to choose alike
 
 
@@ -57,6 +60,15 @@ def load_ops(
     for family, name in chosen.overrides.items():
         parts[family] = loader.named(name, [family])
     return mix(parts), remarks
+
+
+def rest() -> None:
+    """End the threads that back ends have computed with, which no fork of this process would have. Others begin with
+    what is computed next."""
+    library.rest()
+    pause = getattr(ctypes.CDLL(torch._C.__file__), "omp_pause_resource_all", None)  # of the OpenMP that torch has
+    if pause is not None:
+        pause(OMP_PAUSE_HARD)
 
 
 class _Loader:

@@ -148,7 +148,8 @@ def settled(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
     config = config.settled(device.type)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
-    torch.set_num_threads(config.threads)
+    if torch.get_num_threads() != config.threads:  # to say it again begins a thread that nothing ever uses
+        torch.set_num_threads(config.threads)
     return config, device
 
 

@@ -105,9 +105,35 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
     """
     local_or_encrypted(config.engine, Identity.of_this_process(config.worker_id).worker_id, config.keys_dir)
     # Model code takes long to import; a bad address is told before.
+    from pagoda_worker.process.models import kept_s
     from pagoda_worker.process.startup import load_runner
 
-    started = told_at = time.monotonic()
+    started = time.monotonic() - kept_s(config)
+
+    def recording(done: int, of: int) -> None:
+        if stop.is_set():
+            raise _StoppedError
+        report({"event": "recording", "graphs": done, "of": of})
+
+    try:
+        runner = load_runner(config, _telling(report, stop), recording)
+    except _StoppedError:
+        return
+    start_s = time.monotonic() - started
+    report({"event": "loaded", "seconds": start_s, "num_blocks": runner.facts.num_blocks})
+    serve(runner, config, report, stop, start_s)
+
+
+def prepare(config: WorkerConfig, report: Report) -> None:
+    """Load, on behalf of the workers that will be forked off this process, what `run` would; see `keep_models`."""
+    from pagoda_worker.process.models import keep_models
+
+    keep_models(config, _telling(report, threading.Event()))
+
+
+def _telling(report: Report, stop: threading.Event) -> Callable[[int, int], None]:
+    """What loading is to call with bytes loaded and bytes in all; it raises _StoppedError once `stop` is set."""
+    told_at = time.monotonic()
 
     def progress(done: int, total: int) -> None:
         nonlocal told_at
@@ -117,18 +143,7 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
             told_at = time.monotonic()
             report({"event": "loading", "bytes": done, "of": total})
 
-    def recording(done: int, of: int) -> None:
-        if stop.is_set():
-            raise _StoppedError
-        report({"event": "recording", "graphs": done, "of": of})
-
-    try:
-        runner = load_runner(config, progress, recording)
-    except _StoppedError:
-        return
-    start_s = time.monotonic() - started
-    report({"event": "loaded", "seconds": start_s, "num_blocks": runner.facts.num_blocks})
-    serve(runner, config, report, stop, start_s)
+    return progress
 
 
 def serve(

@@ -6,22 +6,19 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.accelerator import Accelerator
-from pagoda_worker.grammars.compiling import load_grammars
 from pagoda_worker.kernel_choice import AUTO
 from pagoda_worker.kernels.ops import BackendError, guarded
-from pagoda_worker.loading.heap import give_back
 from pagoda_worker.loading.memory import DeviceUse, num_kv_blocks
 from pagoda_worker.loading.model import LoadedModel
-from pagoda_worker.loading.readers import load_any_model
 from pagoda_worker.loading.retention import context_cost, settled
 from pagoda_worker.models.decoder import Decoder
-from pagoda_worker.speculation.choosing import check_invariant, load_draft_model, make_drafter
+from pagoda_worker.process.models import Models, Progress, kept_models, load_models
+from pagoda_worker.speculation.choosing import make_drafter
 from pagoda_worker.step.graphs import Graphed, ladder, reserve_for
 from pagoda_worker.step.lines import Lines
 from pagoda_worker.step.profiling import Rehearsal
@@ -31,7 +28,6 @@ log = logging.getLogger(__name__)
 
 STEP_SHARE = 16  # of a device's memory, which a step of a model that reads is taken to need at most
 
-Progress = Callable[[int, int], None]
 MakeAccelerator = Callable[[torch.device], Accelerator]
 
 
@@ -47,29 +43,24 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
         ValueError: the model or the configuration cannot be used.
         BackendError: the kernels that were named, or any, fail on the first steps.
     """
-    started = time.monotonic()
-    loaded = load_any_model(config, progress)
-    give_back()
-    log.info("weights read and packed in %.2f s", time.monotonic() - started)
+    models = kept_models(config) or load_models(config, progress)
     try:
-        return _started(config, loaded, progress, recording)
+        return _started(config, models, recording)
     except BackendError as error:
-        if not config.kernels.startswith(AUTO) or loaded.ops.name == "torch":
+        if not config.kernels.startswith(AUTO) or models.loaded.ops.name == "torch":
             raise
         log.warning("torch serves: %s", error)
-    del loaded  # its weights are packed for the others, and need the room
+    del models  # its weights are packed for the others, and need the room
     config = replace(config, kernels=config.kernels.replace(AUTO, "torch", 1))
-    return _started(config, load_any_model(config, progress), progress, recording)
+    return _started(config, load_models(config, progress), recording)
 
 
-def _started(config: WorkerConfig, loaded: LoadedModel, progress: Progress, recording: Progress) -> ModelRunner:
+def _started(config: WorkerConfig, models: Models, recording: Progress) -> ModelRunner:
     """A runner that has computed its first token."""
-    began = time.monotonic()
+    began, loaded = time.monotonic(), models.loaded
     config = config.settled(loaded.device.type)
-    if config.speculation:
-        check_invariant(loaded)
     generates = loaded.pooler is None
-    runner = _generating(config, loaded, progress, recording) if generates else _reading(config, loaded)
+    runner = _generating(config, models, recording) if generates else _reading(config, loaded)
     guarded(loaded.ops.name, runner.warm_up, but=(torch.AcceleratorError,))
     facts, room = runner.facts, loaded.adapters.room
     if room.most:
@@ -96,9 +87,6 @@ def _tell_kv_cache(config: WorkerConfig, loaded: LoadedModel, runner: ModelRunne
 
 
 def _reading(config: WorkerConfig, loaded: LoadedModel) -> ModelRunner:
-    """Raises ValueError for speculation, of which there is none."""
-    if config.speculation:
-        raise ValueError(f"speculation={config.speculation!r}: this model reads its prompts and continues none")
     (loaded,) = settled(config, loaded)
     if loaded.ops.own_threads:
         torch.set_num_threads(1)
@@ -110,11 +98,9 @@ def _reading(config: WorkerConfig, loaded: LoadedModel) -> ModelRunner:
     return ModelRunner(loaded, num_kv_blocks(config, loaded, use=use), config, None, accelerator)
 
 
-def _generating(config: WorkerConfig, loaded: LoadedModel, progress: Progress, recording: Progress) -> ModelRunner:
-    draft = load_draft_model(config, loaded, progress)
-    loaded, *drafts = settled(config, loaded, *([draft] if draft else []))
+def _generating(config: WorkerConfig, models: Models, recording: Progress) -> ModelRunner:
+    loaded, *drafts = settled(config, models.loaded, *([models.draft] if models.draft else []))
     draft = drafts[0] if drafts else None
-    loaded = replace(loaded, grammars=load_grammars(Path(config.model), loaded.vocab_size))
     if loaded.ops.own_threads:
         torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
     if loaded.device.type == "cpu":

@@ -135,6 +135,15 @@ def pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
+_libraries: weakref.WeakSet[Library] = weakref.WeakSet()
+
+
+def rest() -> None:
+    """End all threads of all libraries, as is needed before a fork. What is run next begins them anew."""
+    for one in _libraries:
+        one.close()
+
+
 class Library:
     """The loaded library at one instruction set level, with its pool of threads.
 
@@ -143,7 +152,8 @@ class Library:
         level: A name of LEVELS, or "" for the highest this machine can run.
 
     Attributes:
-        close: Ends the threads; nothing may be run after. It happens by itself when the library is let go of.
+        close: Ends the threads, which begin anew when something is run. It happens by itself when the library is let go
+            of.
 
     Raises:
         BackendError: it is missing, of another build, or cannot run the level here.
@@ -153,9 +163,19 @@ class Library:
         self._library = _open(path)
         self.level = chosen_level(level, _supported(self._library))
         self._level = LEVELS.index(self.level)
-        self.num_threads = len(cpus)
-        self._pool = self._library.pagoda_pool_new((ctypes.c_int * len(cpus))(*cpus), len(cpus))
-        self.close = weakref.finalize(self, self._library.pagoda_pool_free, self._pool)
+        self.num_threads, self._cpus = len(cpus), (ctypes.c_int * len(cpus))(*cpus)
+        self._begin()
+        _libraries.add(self)
+
+    def _begin(self) -> None:
+        self._threads: int = self._library.pagoda_pool_new(self._cpus, self.num_threads)
+        self.close = weakref.finalize(self, self._library.pagoda_pool_free, self._threads)
+
+    @property
+    def _pool(self) -> int:
+        if not self.close.alive:
+            self._begin()
+        return self._threads
 
     @property
     def meetings(self) -> int:

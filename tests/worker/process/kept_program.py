@@ -1,0 +1,53 @@
+"""Loads a model as what workers are forked off does, takes its files away, and computes in forks.
+
+kept_program.py '{"model": .., ..}'      options of a worker; prints a line of JSON for each of two forks
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.worker.fakes_model import Driver
+
+from pagoda_proto.params import SamplingParams
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.process.models import keep_models, kept_s
+from pagoda_worker.process.startup import load_runner
+
+PROMPT, NUM_TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], 12
+
+
+def computed(config: WorkerConfig) -> dict[str, Any]:
+    """What the runner says of itself, and the tokens that its model chooses."""
+    runner = load_runner(config, lambda done, of: None)
+    facts = runner.facts
+    told = {"which": [facts.model_fingerprint, facts.numerics_id, facts.num_blocks], "tokens": []}
+    if facts.num_blocks:
+        driver = Driver(runner, block_size=facts.block_size)
+        new = [driver.add(1, PROMPT, params=SamplingParams())]
+        for _ in range(NUM_TOKENS):
+            [output] = driver.run(new).outputs
+            told["tokens"] += output.token_ids
+            new = []
+    return told
+
+
+def main(options: dict[str, Any]) -> None:
+    config = WorkerConfig(**options)
+    keep_models(config, lambda done, of: None)
+    shutil.rmtree(Path(config.model))
+    for _ in range(2):
+        if os.fork() == 0:
+            seconds = kept_s(config)
+            print(json.dumps({"seconds": seconds, **computed(config)}), flush=True)
+            os._exit(0)
+        os.wait()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,103 @@
+"""What a worker reads from files, which may outlive the process that serves it.
+
+Where workers are forked off a process, that one loads the models and computes nothing, and every life after it finds
+them in its memory: weights are never written, so they stay the same pages, huge ones included, and a life begins within
+milliseconds however large they are. What only one life has, its KV cache and its threads, it makes itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device_choice import CPU, parse_device
+from pagoda_worker.grammars.compiling import load_grammars
+from pagoda_worker.kernels.choose import rest
+from pagoda_worker.loading.heap import give_back
+from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.loading.readers import load_any_model
+from pagoda_worker.speculation.choosing import check_invariant, load_draft_model
+
+THREADS_END_S = 5.0
+
+Progress = Callable[[int, int], None]
+
+log = logging.getLogger(__name__)
+
+_kept: dict[WorkerConfig, Models] = {}
+
+
+class Models(NamedTuple):
+    """The model and, if there is one, its draft model; `seconds` is how long they took to load."""
+
+    loaded: LoadedModel
+    draft: LoadedModel | None
+    seconds: float
+
+
+def load_models(config: WorkerConfig, progress: Progress) -> Models:
+    """Load what `config` names; see `load_runner`."""
+    started = time.monotonic()
+    loaded, draft = load_any_model(config, progress), None
+    if loaded.pooler is None:
+        if config.speculation:
+            check_invariant(loaded)
+        draft = load_draft_model(config, loaded, progress)
+        loaded = replace(loaded, grammars=load_grammars(Path(config.model), loaded.vocab_size))
+    elif config.speculation:
+        raise ValueError(f"speculation={config.speculation!r}: this model reads its prompts and continues none")
+    give_back()
+    seconds = time.monotonic() - started
+    log.info("weights read and packed in %.2f s", seconds)
+    return Models(loaded, draft, seconds)
+
+
+def keep_models(config: WorkerConfig, progress: Progress) -> None:
+    """Load them for the forks of this process, unless that would be in vain: what is on a GPU is no fork's.
+
+    Raises:
+        ValueError: the model or the configuration cannot be used.
+    """
+    if parse_device(config.device).kind != CPU and torch.cuda.device_count():  # which asks no GPU for anything
+        return
+    before = _num_threads()
+    models = load_models(config, progress)
+    if _at_rest(before):
+        _kept[config] = models
+        gc.freeze()
+    else:
+        log.warning("loading left threads behind, which no fork has: each life of this worker loads its model")
+
+
+def kept_models(config: WorkerConfig) -> Models | None:
+    """What the process that we are a fork of has loaded for us; it is ours to let go of, so it is given once."""
+    return _kept.pop(config, None)
+
+
+def kept_s(config: WorkerConfig) -> float:
+    """How long what is kept for us took to load; 0 when nothing is."""
+    return _kept[config].seconds if config in _kept else 0.0
+
+
+def _at_rest(num_threads: int) -> bool:
+    """Whether no more threads are left than so many, once those that have computed are told to end."""
+    rest()
+    until = time.monotonic() + THREADS_END_S
+    while _num_threads() > num_threads:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
