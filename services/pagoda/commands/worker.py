@@ -27,10 +27,10 @@ def main(arguments: argparse.Namespace) -> int:
 def prepare(arguments: argparse.Namespace) -> int:
     """Load the model for the lives of this worker that are forked off this process; returns as `main`."""
     config, report = _begin(arguments)
-    from pagoda_worker.process.loop import prepare
+    from pagoda_worker.process.loop import load_for_forks
 
     with beating(report):
-        return run_guarded(lambda: prepare(config, report), report)
+        return run_guarded(lambda: load_for_forks(config, report), report)
 
 
 def _begin(arguments: argparse.Namespace) -> tuple[WorkerConfig, StatusPipe]:

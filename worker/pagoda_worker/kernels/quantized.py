@@ -90,12 +90,10 @@ def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
     group = form.group or weight.shape[1]
     middle = 1 << form.bits - 1
     grouped = weight.float().reshape(len(weight), -1, group)
-    magnitudes = grouped.abs()
     if form.bits == 4:
-        extremes = grouped.gather(-1, magnitudes.argmax(-1, keepdim=True)).squeeze(-1)
-        scales = (extremes / -middle).half().float()
+        scales = (_extremes(grouped) / -middle).half().float()
     else:
-        scales = magnitudes.amax(-1) / (middle - 1)
+        scales = grouped.abs().amax(-1) / (middle - 1)
     scales = torch.where(scales.abs() < FAINTEST_SCALE, FAINTEST_SCALE, scales)
     levels = (grouped / scales.unsqueeze(-1)).round_().clamp_(-middle, middle - 1).add_(middle)
     return QuantizedWeight(
@@ -105,6 +103,16 @@ def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
         bits=form.bits,
         activation_bits=form.activation_bits,
     )
+
+
+def _extremes(grouped: torch.Tensor) -> torch.Tensor:
+    """Of each group [.., G] the value of the largest magnitude, the first of several."""
+    most, least = grouped.amax(-1), grouped.amin(-1)
+    extremes = torch.where(most > -least, most, least)
+    tied = most == -least  # few: only these are asked for an order, which takes several times as long
+    groups = grouped[tied]
+    extremes[tied] = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    return extremes
 
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:

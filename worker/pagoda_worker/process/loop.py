@@ -124,7 +124,7 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
     serve(runner, config, report, stop, start_s)
 
 
-def prepare(config: WorkerConfig, report: Report) -> None:
+def load_for_forks(config: WorkerConfig, report: Report) -> None:
     """Load, on behalf of the workers that will be forked off this process, what `run` would; see `keep_models`."""
     from pagoda_worker.process.models import keep_models
 

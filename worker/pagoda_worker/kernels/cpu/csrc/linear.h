@@ -20,12 +20,14 @@ constexpr int LATER_AHEAD = 4096;  // where it waits in the second cache, which 
 
 // w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
 static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out) {
-  for (int c = 0; c < PANEL; ++c) {
-    int column = panel * PANEL + c;
-    const uint16_t* row = w + (size_t)column * k;
-    for (int i = 0; i < k / 2; ++i)
-      out[(size_t)i * PANEL + c] = column < n ? (uint32_t)row[2 * i] | (uint32_t)row[2 * i + 1] << 16 : 0;
-  }
+  // A cache line of each row at a time, so that what is written to stays in the first cache until it is full.
+  for (int begin = 0; begin < k / 2; begin += 16)
+    for (int c = 0; c < PANEL; ++c) {
+      int column = panel * PANEL + c, end = begin + 16 < k / 2 ? begin + 16 : k / 2;
+      const uint16_t* row = w + (size_t)column * k;
+      for (int i = begin; i < end; ++i)
+        out[(size_t)i * PANEL + c] = column < n ? (uint32_t)row[2 * i] | (uint32_t)row[2 * i + 1] << 16 : 0;
+    }
 }
 
 PAGODA_INLINE void store_some(uint16_t* y, f16 a, int count) {
