@@ -36,6 +36,15 @@ def test_four_bits_spend_all_levels_on_the_extreme() -> None:
     assert dequantize(quantized)[:, :4].tolist() == [[4.0, -1.0, 0.5, 4.0], [-4.0, 1.0, 0.0, 3.5]]
 
 
+def test_of_two_extremes_the_first_decides_in_each_group() -> None:
+    form = Format(bits=4, group=4, activation_bits=8)
+    weight = torch.tensor([[4.0, -4.0, 1.0, 0.0, -2.0, 0.0, 2.0, 2.0], [1.0, 1.0, 0.0, 8.0, 0.0, -8.0, 8.0, -8.0]])
+    assert quantize(weight, form).scales.tolist() == [[-0.5, 0.25], [-1.0, 1.0]]
+    several = torch.randn(64, 128, generator=torch.Generator().manual_seed(2)).mul(2).round()  # most groups have ties
+    firsts = [[max(group, key=abs) for group in row] for row in several.view(64, -1, 4).tolist()]
+    assert quantize(several, form).scales.tolist() == [[-first / 8 or 2.0**-14 for first in row] for row in firsts]
+
+
 def test_zero_stays_zero() -> None:
     for form in FORMATS.values():
         assert not dequantize(quantize(torch.zeros(2, 128), form)).any()

@@ -90,10 +90,8 @@ def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
     group = form.group or weight.shape[1]
     middle = 1 << form.bits - 1
     grouped = weight.float().reshape(len(weight), -1, group)
-    if form.bits == 4:
-        scales = (_extremes(grouped) / -middle).half().float()
-    else:
-        scales = grouped.abs().amax(-1) / (middle - 1)
+    of_four = form.bits == 4
+    scales = (_extremes(grouped) / -middle).half().float() if of_four else grouped.abs().amax(-1) / (middle - 1)
     scales = torch.where(scales.abs() < FAINTEST_SCALE, FAINTEST_SCALE, scales)
     levels = (grouped / scales.unsqueeze(-1)).round_().clamp_(-middle, middle - 1).add_(middle)
     return QuantizedWeight(
