@@ -84,9 +84,7 @@ def parser_of(chosen: str = "") -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
         if name == chosen:
-            module = importlib.import_module(command.module)
-            module.add_arguments(sub)
-            sub.set_defaults(module=module)
+            importlib.import_module(command.module).add_arguments(sub)
     return parser
 
 
@@ -106,7 +104,7 @@ def _run(what: str, words: list[str]) -> int:
     words = ["version"] if words == ["--version"] else words
     arguments = parser_of(words[0] if words else "").parse_args(words)
     try:
-        code: int = getattr(arguments.module, what)(arguments)
+        code: int = getattr(importlib.import_module(COMMANDS[arguments.command].module), what)(arguments)
     except ConfigError as error:
         for problem in error.problems:
             print(f"pagoda: error: {problem}", file=sys.stderr)

@@ -162,7 +162,7 @@ async def _warm_up(client: LoadClient, rows: list[WorkloadRow], count: int) -> N
 
 
 def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
-    hidden = {"api_key", "command", "action", "main"}
+    hidden = {"api_key", "command", "action"}
     return {name: _text(value) for name, value in vars(arguments).items() if name not in hidden}
 
 
