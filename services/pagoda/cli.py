@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(argv: Sequence[str]) -> int:
-    """Do once what all runs of one command have in common that will be forked off this process; returns as `main`."""
+    """Do once what the runs of one command have in common that will be forked off this process; returns as `main`."""
     return _run("prepare", list(argv))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 
 from pagoda.processes import tier
+from pagoda.processes.exit_codes import EXIT_OK
 from pagoda.processes.process import run_async
 from pagoda.settings.flags import add_options
 from pagoda_engine_core.config import EngineConfig
@@ -12,6 +14,12 @@ from pagoda_engine_core.config import EngineConfig
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "engine-core")
+
+
+def prepare(_: argparse.Namespace) -> int:
+    """Import what each life of it would."""
+    importlib.import_module("pagoda_engine_core.server")
+    return EXIT_OK
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import time
 from typing import Any
 
 from pagoda.processes import tier
+from pagoda.processes.exit_codes import EXIT_OK
 from pagoda.processes.ports import inherited, take_address
 from pagoda.processes.process import run_async
 from pagoda.processes.startup import announcement
@@ -19,6 +21,12 @@ from pagoda_proto.pooling.kinds import GENERATE
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "gateway")
+
+
+def prepare(_: argparse.Namespace) -> int:
+    """Import what each life of it would."""
+    importlib.import_module("pagoda_gateway.server")
+    return EXIT_OK
 
 
 def main(arguments: argparse.Namespace) -> int:

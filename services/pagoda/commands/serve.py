@@ -33,12 +33,6 @@ from pagoda_worker.device_choice import device_of_worker
 # from the gateway or another worker, one that sleeps at once makes every operation wait for its waking.
 # numpy's threads are of no use to a worker, and what is forked should have but one when that happens.
 QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0", "OPENBLAS_NUM_THREADS": "1"}
-# What nearly all imports of each tier follow from, for its template.
-MODULES = {
-    "gateway": ("pagoda.commands.gateway", "pagoda_gateway.server"),
-    "engine-core": ("pagoda.commands.engine_core", "pagoda_engine_core.server"),
-    "worker": ("pagoda.commands.worker", "pagoda_worker.process.loop", "pagoda_worker.process.startup"),
-}
 
 log = logging.getLogger(__name__)
 
@@ -135,13 +129,12 @@ class Tower:
         return [
             ChildSpec(
                 name="gateway", command=self._gateway_command, environment=plain | secrets(self.gateway),
-                modules=MODULES["gateway"], inherits=(self._listen_fd,),
+                prepares=True, inherits=(self._listen_fd,),
                 stop_order=0, stop_timeout_s=gateway_bound_s, silence_timeout_s=times.CHILD_SILENT_S,
             ),
             ChildSpec(
                 name="engine-core", command=lambda: self._command("engine-core", self.engine), environment=plain,
-                modules=MODULES["engine-core"],
-                stop_order=1, stop_timeout_s=self.engine.drain_timeout_s + times.ENGINE_CORE_STOPS_S,
+                prepares=True, stop_order=1, stop_timeout_s=self.engine.drain_timeout_s + times.ENGINE_CORE_STOPS_S,
                 silence_timeout_s=times.CHILD_SILENT_S,
             ),
             *(self._worker_spec(config) for config in self.workers),
@@ -151,8 +144,7 @@ class Tower:
         environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(config.threads), **QUIET_THREADS)
         return ChildSpec(
             name=config.worker_id, command=lambda: self._command("worker", config), environment=environment,
-            modules=MODULES["worker"], prepares=True,
-            stop_order=2, stop_timeout_s=config.drain_timeout_s + times.WORKER_STOPS_S,
+            prepares=True, stop_order=2, stop_timeout_s=config.drain_timeout_s + times.WORKER_STOPS_S,
             silence_timeout_s=times.WORKER_SILENT_S,
         )  # fmt: skip
 

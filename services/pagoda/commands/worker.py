@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 
 from pagoda.processes import tier
 from pagoda.processes.process import StatusPipe, beating, run_blocking, run_guarded
@@ -25,8 +26,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Load the model for the lives of this worker that are forked off this process; returns as `main`."""
+    """Import what each life of it would, and load the model for all of them, where forks can have it."""
     config, report = _begin(arguments)
+    importlib.import_module("pagoda_worker.process.startup")
     from pagoda_worker.process.loop import load_for_forks
 
     with beating(report):

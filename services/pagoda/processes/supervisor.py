@@ -42,8 +42,7 @@ class ChildSpec:
     name: str
     command: Callable[[], Sequence[str]]
     environment: Mapping[str, str]
-    modules: Sequence[str] = ()  # what it imports; with any, its lives are forks of a template that has imported them
-    prepares: bool = False  # .. and that has done what its program calls `prepare`, see `template`
+    prepares: bool = False  # its lives are forks of a template, where that can be, which has called their `prepare`
     inherits: Sequence[int] = ()  # descriptors that each life has under the same numbers
     stop_order: int
     stop_timeout_s: float
@@ -151,7 +150,7 @@ class Supervisor:
         with contextlib.ExitStack() as ends:
             status_read, status_write = _pipe(ends)
             lines_read, lines_write = _pipe(ends)
-            begin = _begin_forked if child.spec.modules and supported() else _begin_afresh
+            begin = _begin_forked if child.spec.prepares and supported() else _begin_afresh
             child.process = await begin(child, status_write.fileno(), lines_write.fileno())
             status_write.close()
             lines_write.close()
@@ -261,9 +260,7 @@ async def _begin_forked(child: Child, status: int, output: int) -> Forked:
         child.template = None
     if child.template is None:
         spec = child.spec
-        child.template = await Template.start(
-            spec.name, spec.modules, spec.environment, output, spec.inherits, prepares=spec.prepares
-        )
+        child.template = await Template.start(spec.name, spec.environment, output, spec.inherits)
     return child.template.bear(child.spec.command(), status, output)
 
 

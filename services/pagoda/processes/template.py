@@ -10,8 +10,8 @@ Over one socket of whole messages: the supervisor sends the words of a command w
 to. The life answers with its pid before it does anything else, and the template with its exit code when it is over. A
 template that can bear no life answers with an exit code alone, and is of no further use.
 
-The module of a command has `main`, which takes the words after its name and returns the exit code, and where the
-template is to do more than import, `prepare`, which is called with the words of the first life, and its ends.
+The module of a command has two functions that take the words after its name and return an exit code: `prepare`, which
+the template calls with those of the first life, and `main`, which each life does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from pagoda.processes.garbage import put_off_collections
 from pagoda.processes.process import STOP_SIGNALS, die_with_parent
 from pagoda_proto import times
 
-IMPORTS, PREPARES = "imports", "prepares"  # how much a template does
 LARGEST_MESSAGE = 256 * 1024  # bytes, which is more than a socket takes at once
 
 log = logging.getLogger(__name__)
@@ -80,17 +79,8 @@ class Template:
         self._life: Forked | None = None  # the last one
 
     @classmethod
-    async def start(
-        cls,
-        name: str,
-        modules: Iterable[str],
-        environment: Mapping[str, str],
-        output: int,
-        inherits: Iterable[int],
-        *,
-        prepares: bool = False,
-    ) -> Template:
-        """Start one for the child of that name; while it imports the modules, it complains to `output`.
+    async def start(cls, name: str, environment: Mapping[str, str], output: int, inherits: Iterable[int]) -> Template:
+        """Start one for the child of that name; what it says before its first life goes to `output`.
 
         Raises:
             OSError: it cannot be started.
@@ -99,8 +89,7 @@ class Template:
         link.setblocking(False)
         with theirs:
             try:
-                way = PREPARES if prepares else IMPORTS
-                words = [sys.executable, "-m", __name__, name, str(theirs.fileno()), str(os.getpid()), way, *modules]
+                words = [sys.executable, "-m", __name__, name, str(theirs.fileno()), str(os.getpid())]
                 process = await execute(words, environment, output, [theirs.fileno(), *inherits])
             except OSError:
                 link.close()
@@ -112,7 +101,7 @@ class Template:
         return self.process.returncode is None and not self._killed
 
     def bear(self, command: Sequence[str], status: int, output: int) -> Forked:
-        """Have it begin a life as `command`, at once or as soon as it has imported everything.
+        """Have it begin a life as `command`, at once or as soon as everything is prepared.
 
         Args:
             command: Of the form `python -m MODULE ..`. It is given `--status-fd` and `--parent-pid`.
@@ -216,16 +205,13 @@ def _reap(handle: int) -> None:
         os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOHANG)
 
 
-def main(name: str, link: str, parent: str, way: str, *modules: str) -> None:
+def main(name: str, link: str, parent: str) -> None:
     """The template's side."""
     setproctitle(f"pagoda template ({name})")
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # who asks a child by its name may ask us, too
     die_with_parent(int(parent))
     put_off_collections()
-    for module in modules:
-        importlib.import_module(module)
-    gc.freeze()
-    command = next_life(socket.socket(fileno=int(link)), int(parent), prepares=way == PREPARES)
+    command = next_life(socket.socket(fileno=int(link)), int(parent))
     if command:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         setproctitle(os.fsencode(" ".join(command)).decode(errors="replace"))
@@ -240,9 +226,9 @@ def _program(what: str, command: Sequence[str]) -> int:
     return code
 
 
-def next_life(link: socket.socket, parent: int, *, prepares: bool) -> list[str]:
+def next_life(link: socket.socket, parent: int) -> list[str]:
     """Fork whenever a life is asked for; returns its command in each child, and nothing once no more is wanted."""
-    template, nowhere = os.getpid(), os.open(os.devnull, os.O_WRONLY)
+    template, nowhere, prepared = os.getpid(), os.open(os.devnull, os.O_WRONLY), False
     while True:
         told, ends, _, _ = socket.recv_fds(link, LARGEST_MESSAGE, 2)
         if not told:
@@ -250,12 +236,13 @@ def next_life(link: socket.socket, parent: int, *, prepares: bool) -> list[str]:
         status, output = ends
         _write_to(output)
         command = [*json.loads(told), f"--status-fd={status}"]
-        if prepares:
+        if not prepared:
             code = _program("prepare", [*command, f"--parent-pid={parent}"])
             if code:
                 _answer(link, code=code)
                 return []
-            prepares = False
+            gc.freeze()
+            prepared = True
         pid = _fork()
         if pid == 0:
             die_with_parent(template)

@@ -2,12 +2,14 @@
 
 Words: `ready`, `garbage` (a status line that is no event), `exit=CODE`, `why=TEXT` (it reports to have failed),
 `deaf` (ignores SIGTERM), `say=COUNT` (that many letters on one line), `crash-once=FILE`, `grandchild=FILE`, `linger`
-(waits for signals), `wait=SECONDS`, `beat` (beats, and says when by the monotonic clock, until a signal).
+(waits for signals), `wait=SECONDS`, `beat` (beats, and says when by the monotonic clock, until a signal),
+`import=MODULE`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -29,10 +31,11 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 
 def prepare(words: Sequence[str]) -> int:
-    """Says so, and does what words like `prepare:exit=CODE` say, of which each life takes no notice."""
+    """Does what words like `prepare:exit=CODE` say, of which each life takes no notice. `prepare` has it say so."""
     arguments = read(words)
-    print("prepares", flush=True)
-    os.write(arguments.status_fd, json.dumps({"event": "prepares", "pid": os.getpid()}).encode() + b"\n")
+    if "prepare" in arguments.words:
+        print("prepares", flush=True)
+        os.write(arguments.status_fd, json.dumps({"event": "prepares", "pid": os.getpid()}).encode() + b"\n")
     asked = [word.removeprefix("prepare:") for word in arguments.words if word.startswith("prepare:")]
     return main([*asked, f"--status-fd={arguments.status_fd}", f"--parent-pid={arguments.parent_pid}"])
 
@@ -66,6 +69,8 @@ def main(words: Sequence[str]) -> int:
             os.write(arguments.status_fd, b"this is no event\n")
         elif name == "exit":
             return int(value)
+        elif name == "import":
+            importlib.import_module(value)
         elif name == "wait":
             time.sleep(float(value))
         elif name == "linger":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -18,6 +19,8 @@ from pagoda.processes.exit_codes import EXIT_CONFIG
 
 pytestmark = pytest.mark.e2e
 
+CHILD = "tests.services.processes.child_program"
+
 NO_ROOM = """
 import os, socket, sys
 from pagoda.processes import template
@@ -26,7 +29,7 @@ def refuse():
     raise BlockingIOError(11, "no more processes")
 
 os.fork = refuse
-template.next_life(socket.socket(fileno=int(sys.argv[1])), os.getppid(), prepares=False)
+template.next_life(socket.socket(fileno=int(sys.argv[1])), os.getppid())
 """
 
 
@@ -171,13 +174,13 @@ def test_what_is_told_while_preparing_is_a_line_of_the_child() -> None:
 
 
 def test_a_configuration_that_is_refused_while_preparing_is_not_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
-    with supervise(one=["prepare:why=a flag is wrong", f"prepare:exit={EXIT_CONFIG}", *STEADY]) as running:
+    with supervise(one=["prepare", "prepare:why=a flag is wrong", f"prepare:exit={EXIT_CONFIG}", *STEADY]) as running:
         assert running.end() == EXIT_CONFIG
     assert "one cannot start: a flag is wrong\n" in capfd.readouterr().err
 
 
 def test_what_crashes_while_preparing_is_prepared_anew_by_another_template(tmp_path: Path) -> None:
-    with supervise(one=[f"prepare:crash-once={tmp_path / 'crashed'}", *STEADY]) as running:
+    with supervise(one=["prepare", f"prepare:crash-once={tmp_path / 'crashed'}", *STEADY]) as running:
         first = running.event(event="prepares")["pid"]
         assert running.event(event="died")["code"] == 1
         assert running.event(event="prepares")["pid"] != first
@@ -185,7 +188,7 @@ def test_what_crashes_while_preparing_is_prepared_anew_by_another_template(tmp_p
 
 
 def test_what_fails_while_preparing_three_times_ends_the_whole(capfd: pytest.CaptureFixture[str]) -> None:
-    with supervise(good=STEADY, one=["prepare:exit=1", *STEADY]) as running:
+    with supervise(good=STEADY, one=["prepare", "prepare:exit=1", *STEADY]) as running:
         assert running.end() == 1
     told = capfd.readouterr().err
     assert "one died 3 times and was never up, giving up: exited with code 1\n" in told
@@ -194,7 +197,7 @@ def test_what_fails_while_preparing_three_times_ends_the_whole(capfd: pytest.Cap
 
 @pytest.mark.parametrize("name", ["one", "mute"])
 def test_a_template_that_prepares_for_ever_ends_with_the_supervisor_or_by_its_silence(name: str) -> None:
-    with supervise(**{name: ["prepare:linger", *STEADY]}) as running:
+    with supervise(**{name: ["prepare", "prepare:linger", *STEADY]}) as running:
         template = psutil.Process(running.event(event="prepares")["pid"])
         if name == "one":
             running.process.terminate()
@@ -205,7 +208,7 @@ def test_a_template_that_prepares_for_ever_ends_with_the_supervisor_or_by_its_si
 
 
 def test_what_cannot_be_imported_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    with supervise(good=STEADY, unloadable=STEADY) as running:
+    with supervise(good=STEADY, unloadable=["prepare:import=no_such_module", *STEADY]) as running:
         while "No module named 'no_such_module'" not in running.event(event="line")["line"]:
             pass
         assert running.end() == 1
@@ -230,7 +233,7 @@ def test_a_fork_without_room_is_told_and_counts_as_a_crash() -> None:
     with link, theirs:
         command = [sys.executable, "-c", NO_ROOM, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        socket.send_fds(link, [b"[]"], [writes, writes])
+        socket.send_fds(link, [json.dumps(["", "-m", CHILD]).encode()], [writes, writes])
         os.close(writes)
         assert link.recv(100) == b'{"code": 1}'
         assert process.wait(60) == 0
