@@ -46,6 +46,8 @@ SWITCH_INTERVAL_S = 0.001  # how long the event loop waits for a text thread tha
 
 logger = logging.getLogger(__name__)
 
+_kept: dict[GatewayConfig, ModelText] = {}  # by the process that we are a fork of
+
 
 async def serve(
     config: GatewayConfig,
@@ -67,7 +69,9 @@ async def serve(
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with contextlib.closing(listener):
-        text = await asyncio.to_thread(load_text, config)
+        text = _kept.pop(config, None)
+        if text is None:
+            text = await asyncio.to_thread(load_text, config)
         adapters = await asyncio.to_thread(named_adapters, config)
         metrics = GatewayMetrics(config.model_names[0])
         parts = _Parts.of(config, text, metrics, health_times)
@@ -163,6 +167,11 @@ def load_text(config: GatewayConfig) -> ModelText:
             raise ValueError(f"chat_template: {error}") from error
     parsers = {"tool_parser": config.tool_call_parser, "reasoning_parser": config.reasoning_parser}
     return ModelText.load(config.model, template, task=config.task, **parsers)
+
+
+def keep_text(config: GatewayConfig) -> None:
+    """Load what `serve` will find in the forks of this process. Raises as `load_text`."""
+    _kept[config] = load_text(config)
 
 
 async def _run(

@@ -23,7 +23,7 @@ from tests.gateway.store.redis_server import running_redis
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.health import HealthTimes
 from pagoda_gateway.http.listening import bind, url_of
-from pagoda_gateway.server import load_text, serve, tell_who_may_ask
+from pagoda_gateway.server import keep_text, load_text, serve, tell_who_may_ask
 
 TIMES = HealthTimes(idle_s=1000.0, tick_s=0.02, canary_spacing_s=0.02)
 
@@ -306,6 +306,20 @@ def test_the_served_text_side_can_have_its_own_template(tmp_path: Path, model: P
     template.write_text("{{ messages[0].content }}!")
     text = load_text(GatewayConfig(model=str(model), chat_template=str(template)))
     assert text.render_chat([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+async def test_a_text_side_that_was_kept_is_served_and_not_loaded_again(
+    engine: FakeEngineCore, start: Start, tmp_path: Path, model: Path
+) -> None:
+    keep_text(GatewayConfig(model=str(model), engine=f"unix:{tmp_path}/e", port=0, served_model_name="m"))
+    (model / "tokenizer.json").rename(model / "elsewhere")
+    async with start() as gateway:
+        await gateway.until_reported("ready")
+        answer = await gateway.client.post("/v1/completions", json=prompt())
+        assert answer.json()["usage"]["completion_tokens"] == 12
+    with pytest.raises(ValueError, match="no tokenizer.json"):  # it was given away
+        async with start():
+            pass
 
 
 async def test_a_store_that_hangs_or_is_gone_costs_a_chat_nothing(engine: FakeEngineCore, start: Start) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import time
 from typing import Any
 
 from pagoda.processes import tier
-from pagoda.processes.exit_codes import EXIT_OK
 from pagoda.processes.ports import inherited, take_address
-from pagoda.processes.process import run_async
+from pagoda.processes.process import run_async, run_guarded
 from pagoda.processes.startup import announcement
 from pagoda.settings.flags import add_options
 from pagoda.settings.options import ChildConfig, ModelSourceConfig
+from pagoda.settings.resolving import Settings
 from pagoda.tools import checkpoints
 from pagoda_gateway.config import GatewayConfig
 from pagoda_proto.pooling.kinds import GENERATE
@@ -23,10 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "gateway")
 
 
-def prepare(_: argparse.Namespace) -> int:
-    """Import what each life of it would."""
-    importlib.import_module("pagoda_gateway.server")
-    return EXIT_OK
+def prepare(arguments: argparse.Namespace) -> int:
+    """Import what each life of it would, and load the text side for all of them."""
+    settings, report = tier.begin("gateway", arguments)
+    config = _config(settings)
+    from pagoda_gateway.server import keep_text
+
+    return run_guarded(lambda: keep_text(config), report)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -34,10 +36,7 @@ def main(arguments: argparse.Namespace) -> int:
     settings, report = tier.begin("gateway", arguments)
     listen_fd = settings.build(ChildConfig).listen_fd
     listener = take_address(settings) if listen_fd < 0 else inherited(listen_fd)
-    config = settings.build(GatewayConfig)
-    model_dir = checkpoints.locate(config.model, settings.build(ModelSourceConfig).revision, weights=False)
-    name = config.served_model_name or checkpoints.served_name(config.model)
-    config = settings.build(GatewayConfig, model=str(model_dir), served_model_name=name)
+    config = _config(settings)
 
     url, locked, kind = "", False, GENERATE
 
@@ -52,3 +51,11 @@ def main(arguments: argparse.Namespace) -> int:
     from pagoda_gateway.server import serve
 
     return run_async(lambda stop: serve(config, listener, report_and_announce, stop), report)
+
+
+def _config(settings: Settings) -> GatewayConfig:
+    """With the directory of its model, once it is there."""
+    given = settings.build(GatewayConfig)
+    model_dir = checkpoints.locate(given.model, settings.build(ModelSourceConfig).revision, weights=False)
+    name = given.served_model_name or checkpoints.served_name(given.model)
+    return settings.build(GatewayConfig, model=str(model_dir), served_model_name=name)
