@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.device.devices import DeviceError, TorchGpus, choose_device, describe_gpus
+from pagoda_worker.device.devices import DeviceError, TorchGpus, choose_device, describe_gpus, may_be_on_gpu
 from pagoda_worker.device_choice import device_of_worker, parse_device
 
 
@@ -69,6 +70,17 @@ def test_a_gpu_that_does_not_work_is_told_of(caplog: pytest.LogCaptureFixture) -
         choose_device("auto", FakeGpus(1, problems={0: "no kernel image"}))
     assert "computing on the CPU: GPU 0 does not work" in caplog.text
     assert "no kernel image" in caplog.text
+
+
+@pytest.mark.parametrize("built", [None, "13.0"])
+@pytest.mark.parametrize(("node", "there"), [("nvidiactl", True), ("nvidia0", True), ("dxg", True), ("null", False)])
+def test_whether_it_may_be_a_gpu_is_seen_without_asking_one(
+    built: str | None, node: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built)
+    (tmp_path / node).touch()
+    assert may_be_on_gpu("auto:1", tmp_path) == may_be_on_gpu("cuda", tmp_path) == (there and built is not None)
+    assert not may_be_on_gpu("cpu", tmp_path)
 
 
 def test_this_machine_gets_what_it_has() -> None:

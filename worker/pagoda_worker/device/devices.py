@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from pagoda_worker.device_choice import AUTO, CPU, parse_device
+
+GPU_NODES = ("nvidia*", "nvmap", "dxg")  # of NVIDIA's driver, on its boards, and in Windows' Linux
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +75,17 @@ def choose_device(text: str, gpus: Gpus | None = None) -> torch.device:
     if problem:
         raise DeviceError(f"device={text}: the GPU does not work with torch {torch.__version__}: {problem}")
     return torch.device("cuda", choice.number)
+
+
+def may_be_on_gpu(text: str, nodes: Path = Path("/dev")) -> bool:
+    """Whether `choose_device` may come to a GPU. No driver is asked: forks of a process that has done so cannot use it.
+
+    Raises:
+        ValueError: the option has no meaning.
+    """
+    if parse_device(text).kind == CPU or torch.version.cuda is None:
+        return False
+    return any(any(nodes.glob(name)) for name in GPU_NODES)
 
 
 def describe_gpus() -> list[str]:

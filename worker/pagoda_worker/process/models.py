@@ -16,10 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.device_choice import CPU, parse_device
+from pagoda_worker.device.devices import may_be_on_gpu
 from pagoda_worker.grammars.compiling import load_grammars
 from pagoda_worker.kernels.choose import rest
 from pagoda_worker.loading.heap import give_back
@@ -67,7 +65,7 @@ def keep_models(config: WorkerConfig, progress: Progress) -> None:
     Raises:
         ValueError: the model or the configuration cannot be used.
     """
-    if parse_device(config.device).kind != CPU and torch.cuda.device_count():  # which asks no GPU for anything
+    if may_be_on_gpu(config.device):
         return
     before = _num_threads()
     models = load_models(config, progress)
