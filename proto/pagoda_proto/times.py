@@ -107,6 +107,7 @@ RESTART_NEVER_UP_MOST_S = 30.0
 STEADY_S = 10.0  # a child that lived this long after coming up has recovered
 START_S = 10.0  # a child needs no longer to start on a busy machine, loading of weights aside
 RESTART_DUE_S = RESTART_MOST_S + START_S  # what has ended is there again by then
+TEMPLATE_SILENT_S = 5.0  # a template that does not tell of its child's end for this long is replaced
 LAST_WORDS_S = 1.0  # the supervisor reads this long what an ended child had said
 GATEWAY_LEAVES_S = 8.0  # a gateway is killed so long after its lame duck and drain times are over
 ENGINE_CORE_STOPS_S = 12.0  # an engine core is killed so long after its drain time

@@ -65,5 +65,10 @@ class Lives:
         return self.pauses.of_one_that_failed(self._failures_in_a_row)
 
     @property
+    def failing(self) -> bool:
+        """Whether the last life ended by itself before it was up."""
+        return self._failures_in_a_row > 0
+
+    @property
     def in_crash_loop(self) -> bool:
         return self.deaths_in_a_row >= CRASH_LOOP

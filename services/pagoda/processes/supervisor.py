@@ -141,6 +141,8 @@ class Supervisor:
                 deaths, cause = child.lives.deaths_in_a_row, child.why or describe_exit(code)
                 log.error("%s died %d times and was never up, giving up: %s", child.spec.name, deaths, cause)
                 return self._give_up(EXIT_CRASH)
+            if child.lives.failing and child.template is not None:
+                child.template.kill()  # what lives have in common may be what this one died of
             await self._pause(child, code, pause_s)
         return None
 
@@ -199,9 +201,8 @@ class Supervisor:
         level, what = logging.WARNING, f": {child.why}" if child.why else ""
         if child.lives.in_crash_loop:
             level, what = logging.ERROR, f"{what} (crash loop: {child.lives.deaths_in_a_row} deaths in a row)"
-        log.log(
-            level, "%s (pid %d) %s%s; restarting in %.2g s", child.spec.name, pid, describe_exit(code), what, pause_s
-        )
+        when = f"in {pause_s:.2g} s" if pause_s else "at once"
+        log.log(level, "%s (pid %d) %s%s; restarting %s", child.spec.name, pid, describe_exit(code), what, when)
         self._observer.on_event(child.spec.name, {"event": "died", "code": code})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):

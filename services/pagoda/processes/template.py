@@ -8,7 +8,7 @@ template is killed its child goes, too, and the supervisor starts both anew.
 
 Over one socket of whole messages: the supervisor sends the words of a command with the two ends that its life writes
 to. The life answers with its pid before it does anything else, and the template with its exit code when it is over. A
-template that can bear no life answers with an exit code alone, and is of no further use.
+template that can bear no life answers with an exit code alone, and is then replaced.
 
 The module of a command has two functions that take the words after its name and return an exit code: `prepare`, which
 the template calls with those of the first life, and `main`, which each life does.
@@ -27,15 +27,18 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from setproctitle import setproctitle, setthreadtitle
 
-from pagoda.processes.exit_codes import EXIT_CRASH, describe_exit
+from pagoda.processes.exit_codes import EXIT_CRASH, EXIT_OK, describe_exit
 from pagoda.processes.garbage import put_off_collections
 from pagoda.processes.process import STOP_SIGNALS, die_with_parent
 from pagoda_proto import times
 
+NONE = -1  # in place of a pid
+FORK_PAUSES_S = (0.1, 0.4, 1.0, 2.5)  # after each attempt
 LARGEST_MESSAGE = 256 * 1024  # bytes, which is more than a socket takes at once
 
 log = logging.getLogger(__name__)
@@ -98,7 +101,7 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        return self.process.returncode is None and not self._killed
+        return self.process.returncode is None and not self._killed  # which takes a moment
 
     def bear(self, command: Sequence[str], status: int, output: int) -> Forked:
         """Have it begin a life as `command`, at once or as soon as everything is prepared.
@@ -164,7 +167,7 @@ class Forked:
         if "pid" in answer:
             self.pid, self._born = answer["pid"], True
             await self._watch()
-            answer = await self._template.answer(times.LAST_WORDS_S)  # one that has none hangs, or is dead
+            answer = await self._template.answer(times.TEMPLATE_SILENT_S)  # one that has none hangs, or is dead
         if "code" in answer:
             if not self._born:
                 self._template.kill()
@@ -216,13 +219,19 @@ def main(name: str, link: str, parent: str) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         setproctitle(os.fsencode(" ".join(command)).decode(errors="replace"))
         setthreadtitle(os.path.basename(command[0]))
-        sys.exit(_program("main", command))
+        sys.exit(_call("main", command))
 
 
-def _program(what: str, command: Sequence[str]) -> int:
-    """Call that function of what a command runs."""
+def _prepare(command: Sequence[str]) -> int:
+    code = _call("prepare", command)
+    gc.freeze()
+    return code
+
+
+def _call(function: str, command: Sequence[str]) -> int:
+    """Of the module that a command names, with the words after it."""
     _, _, module, *words = command
-    code: int = getattr(importlib.import_module(module), what)(words)
+    code: int = getattr(importlib.import_module(module), function)(words)
     return code
 
 
@@ -236,14 +245,9 @@ def next_life(link: socket.socket, parent: int) -> list[str]:
         status, output = ends
         _write_to(output)
         command = [*json.loads(told), f"--status-fd={status}"]
-        if not prepared:
-            code = _program("prepare", [*command, f"--parent-pid={parent}"])
-            if code:
-                _answer(link, code=code)
-                return []
-            gc.freeze()
-            prepared = True
-        pid = _fork()
+        code = EXIT_OK if prepared else _prepare([*command, f"--parent-pid={parent}"])
+        prepared = code == EXIT_OK
+        pid = _fork() if prepared else NONE
         if pid == 0:
             die_with_parent(template)
             os.setpgid(0, 0)
@@ -254,19 +258,20 @@ def next_life(link: socket.socket, parent: int) -> list[str]:
         os.close(status)
         _write_to(nowhere)  # what stays open here would never end for its reader
         os.close(output)
-        if pid < 0:
-            _answer(link, code=EXIT_CRASH)
-            return []
-        _answer(link, code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if prepared:
+            code = EXIT_CRASH if pid == NONE else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        _answer(link, code=code)
 
 
 def _fork() -> int:
-    """As `os.fork`, but negative when there is no room for another process, which is told."""
-    try:
-        return os.fork()
-    except OSError as error:
-        print(f"cannot be forked: {error}", file=sys.stderr, flush=True)
-        return -1
+    """As `os.fork`, but NONE when there is no room for another process for a while, which is told."""
+    for pause_s in FORK_PAUSES_S:
+        try:
+            return os.fork()
+        except OSError as error:
+            print(f"cannot be forked: {error}", file=sys.stderr, flush=True)
+            time.sleep(pause_s)
+    return NONE
 
 
 def _write_to(output: int) -> None:

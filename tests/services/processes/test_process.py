@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from shutil import which
@@ -24,6 +25,7 @@ from pagoda.processes.process import (
     EXIT_OK,
     EXIT_UNREACHABLE,
     StatusPipe,
+    beating,
     exit_code,
     fast_loop,
     run_guarded,
@@ -240,6 +242,13 @@ def test_a_beat_says_that_the_event_loop_comes_round_or_that_a_process_is_not_fr
         process.stdin.close()
         process.wait(60)
     os.close(read)
+
+
+def test_what_beat_beside_something_has_ended_with_it() -> None:
+    before = threading.active_count()
+    with beating(StatusPipe(os.open(os.devnull, os.O_WRONLY))):
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
 
 
 def test_the_limits_of_a_control_group_are_read(tmp_path: Path) -> None:

@@ -25,10 +25,16 @@ NO_ROOM = """
 import os, socket, sys
 from pagoda.processes import template
 
-def refuse():
-    raise BlockingIOError(11, "no more processes")
+refusals, fork = int(sys.argv[2]), os.fork
 
-os.fork = refuse
+def refuse():
+    global refusals
+    refusals -= 1
+    if refusals >= 0:
+        raise BlockingIOError(11, "no more processes")
+    return fork()
+
+os.fork, template.FORK_PAUSES_S = refuse, (0.0, 0.0)
 template.next_life(socket.socket(fileno=int(sys.argv[1])), os.getppid())
 """
 
@@ -123,6 +129,24 @@ def test_a_template_that_is_frozen_while_its_child_dies_is_replaced() -> None:
         _, other = up(running)
         assert other != template
         assert gone(template.pid)
+
+
+def test_a_child_that_falls_silent_is_killed_and_its_template_is_not() -> None:
+    with supervise(mute=STEADY) as running:
+        _, template = up(running)
+        assert running.event(event="died")["code"] == -signal.SIGKILL
+        assert up(running)[1] == template
+
+
+def test_a_life_that_ends_by_itself_before_it_is_up_is_not_born_of_the_same_template_again(tmp_path: Path) -> None:
+    """What it has of its template may be what it died of; not so of one that is killed, or was up."""
+    with supervise(one=["prepare", f"crash-once={tmp_path / 'crashed'}", *STEADY]) as running:
+        first = running.event(event="prepares")["pid"]
+        assert running.event(event="died")["code"] == 1
+        child, template = up(running)
+        assert template.pid != first
+        child.kill()
+        assert up(running)[1] == template
 
 
 def test_what_asks_all_processes_of_a_child_to_stop_stops_it_in_order() -> None:
@@ -227,15 +251,19 @@ def test_a_command_that_is_too_long_ends_the_whole(capfd: pytest.CaptureFixture[
     assert "long cannot be started: " in capfd.readouterr().err
 
 
-def test_a_fork_without_room_is_told_and_counts_as_a_crash() -> None:
+@pytest.mark.parametrize(("refusals", "answers"), [(1, ["pid", "code"]), (2, ["code"])])
+def test_a_fork_without_room_is_told_and_tried_again_and_then_a_crash(refusals: int, answers: list[str]) -> None:
     link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     reads, writes = os.pipe()
     with link, theirs:
-        command = [sys.executable, "-c", NO_ROOM, str(theirs.fileno())]
+        command = [sys.executable, "-c", NO_ROOM, str(theirs.fileno()), str(refusals)]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         socket.send_fds(link, [json.dumps(["", "-m", CHILD]).encode()], [writes, writes])
         os.close(writes)
-        assert link.recv(100) == b'{"code": 1}'
+        told = [json.loads(link.recv(100)) for _ in answers]
+        assert [*map(list, told)] == [[answer] for answer in answers]
+        assert told[-1] == {"code": 2 - len(answers)}
+        link.shutdown(socket.SHUT_WR)
         assert process.wait(60) == 0
     with open(reads, "rb") as output:
-        assert output.read() == b"cannot be forked: [Errno 11] no more processes\n"
+        assert output.read() == refusals * b"cannot be forked: [Errno 11] no more processes\n"

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from tests.worker.fakes_model import Driver
 
 from pagoda_proto.params import SamplingParams
@@ -37,16 +38,22 @@ def computed(config: WorkerConfig) -> dict[str, Any]:
     return told
 
 
+def compute_on_all_threads() -> None:
+    """As quantising a large matrix does."""
+    torch.ones(10**6).add_(1.0)
+
+
 def main(options: dict[str, Any]) -> None:
     config = WorkerConfig(**options)
-    keep_models(config, lambda done, of: None)
+    keep_models(config, lambda done, of: compute_on_all_threads())
     shutil.rmtree(Path(config.model))
     for _ in range(2):
-        if os.fork() == 0:
+        pid = os.fork()
+        if pid == 0:
             seconds = kept_s(config)
             print(json.dumps({"seconds": seconds, **computed(config)}), flush=True)
             os._exit(0)
-        os.wait()
+        assert os.waitpid(pid, 0)[1] == 0
 
 
 if __name__ == "__main__":

@@ -40,13 +40,12 @@ def none_kept() -> None:
 
 def in_forks(options: dict[str, Any]) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", kept_program.__name__, json.dumps(options)]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(PLAIN["threads"]),
-        "OPENBLAS_NUM_THREADS": "1",
-    }  # as `serve` does
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # as `serve` does
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 2, done.stderr
+    return found
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -86,11 +86,11 @@ class Checkpoint:
         return DTYPES[max(totals, key=lambda name: totals[name])] if totals else None
 
     def get(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor in `dtype` on `device`; a view of the file if nothing has to change. Counts as progress."""
+        """A tensor in `dtype` on `device`, in memory of its own. Counts as progress."""
         stored, kind = self.stored(name), self.entries[name].dtype
         if kind in BLOCKS:
             return BLOCKS[kind].widened(stored.to(device), dtype)
-        return stored.to(device=device, dtype=dtype)
+        return stored.to(device=device, dtype=dtype, copy=True)
 
     def stored(self, name: str) -> torch.Tensor:
         """A tensor as it is stored, a view of the file; of one in blocks, their bytes. Counts as progress."""

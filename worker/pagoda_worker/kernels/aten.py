@@ -66,9 +66,11 @@ class AtenOps(HostOps):
             weight = dequantize(weight).to(self._dtype)
         if wide := bool(self._native) and weight.dtype not in self._native:
             weight, bias = weight.float(), None if bias is None else bias.float()
-        weights = [part.contiguous() for part in weight.chunk(segments, 1)]
+        parts = weight.chunk(segments, 1)
         if self._native:
-            weights = [torch.ops.mkldnn._reorder_linear_weight(part, None) for part in weights]
+            weights = [torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), None) for part in parts]
+        else:
+            weights = [part.clone(memory_format=torch.contiguous_format) for part in parts]  # no views of a file
         return Packed(tuple(weights), bias, bool(self._native), wide)
 
     pack_gated = pack_linear

@@ -148,8 +148,10 @@ def settled(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
     config = config.settled(device.type)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
-    if torch.get_num_threads() != config.threads:  # to say it again begins a thread that nothing ever uses
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(
+        1
+    )  # of another kind torch begins as many, for good, as it is told first; nothing here uses them
+    torch.set_num_threads(config.threads)
     return config, device
 
 
