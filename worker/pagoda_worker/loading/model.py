@@ -148,9 +148,8 @@ def settled(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
     config = config.settled(device.type)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
-    torch.set_num_threads(
-        1
-    )  # of another kind torch begins as many, for good, as it is told first; nothing here uses them
+    # With the number that it is told first torch also begins threads of another kind, which nothing here uses, for good.
+    torch.set_num_threads(1)
     torch.set_num_threads(config.threads)
     return config, device
 
