@@ -46,6 +46,8 @@ def compute_on_all_threads() -> None:
 def main(options: dict[str, Any]) -> None:
     config = WorkerConfig(**options)
     keep_models(config, lambda done, of: compute_on_all_threads())
+    for file in Path(config.model).iterdir():
+        os.truncate(file, 1)  # whoever looks into it now is killed by SIGBUS
     shutil.rmtree(Path(config.model))
     for _ in range(2):
         pid = os.fork()

@@ -32,6 +32,7 @@ from pagoda_proto.steps import (
     Welcome,
 )
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.process import models
 from pagoda_worker.process.loop import run
 
 
@@ -442,6 +443,16 @@ def test_run_loads_the_model_and_serves_it(engine: FakeEngine, endpoint: str, st
     assert loading[-1][0] == loading[-1][1]
     assert [event["event"] for event in events[len(loading) :]] == ["loaded", "registering", "ready"]
     assert events[len(loading)]["num_blocks"] == 8
+
+
+def test_a_start_took_what_the_process_took_that_it_is_a_fork_of(
+    engine: FakeEngine, endpoint: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "kept_s", lambda config: 1000.0)
+    start(config=demo_config(endpoint))
+    engine.admit()
+    assert engine.hello is not None
+    assert 1000 < engine.hello.start_s < 1300
 
 
 def test_run_stops_while_it_is_loading(endpoint: str) -> None:

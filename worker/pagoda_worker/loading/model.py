@@ -148,7 +148,7 @@ def settled(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
     config = config.settled(device.type)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
-    # With the number that it is told first torch also begins threads of another kind, which nothing here uses, for good.
+    # As many as it is told first torch also begins of another kind, which nothing here uses, for good.
     torch.set_num_threads(1)
     torch.set_num_threads(config.threads)
     return config, device
