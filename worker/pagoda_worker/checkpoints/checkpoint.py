@@ -1,9 +1,9 @@
 """Checkpoints: judged by headers, mapped into memory, read tensor by tensor. Safetensors files are opened here.
 
 A file is 8 bytes of header length (little endian), a JSON header name -> {dtype, shape, data_offsets}, then the data.
-Every number of a header is checked before it is used, so a damaged or hostile file is refused and nothing more. Tensors
-are views of a private mapping: nothing is copied until a tensor is packed or converted, and the pages behind it are
-given back when the checkpoint is closed.
+Every number of a header is checked before it is used, so a damaged or hostile file is refused and nothing more. What is
+stored is looked at through a private mapping. What a model keeps is packed, converted or copied, so the mapping ends
+with the checkpoint, and whatever becomes of the file reaches no model that was loaded from it.
 """
 
 from __future__ import annotations
