@@ -29,6 +29,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from setproctitle import setproctitle, setthreadtitle
 
@@ -39,6 +40,8 @@ from pagoda_proto import times
 
 NONE = -1  # in place of a pid
 FORK_PAUSES_S = (0.1, 0.4, 1.0, 2.5)  # after each attempt
+OOM_SCORE = Path("/proc/self/oom_score_adj")  # in thousandths of memory, see proc(5)
+OOM_MARGIN, MOST_OOM_SCORE = 20, 1000
 LARGEST_MESSAGE = 256 * 1024  # bytes, which is more than a socket takes at once
 
 log = logging.getLogger(__name__)
@@ -251,6 +254,7 @@ def next_life(link: socket.socket, parent: int) -> list[str]:
         if pid == 0:
             die_with_parent(template)
             os.setpgid(0, 0)
+            _go_first()
             _answer(link, pid=os.getpid())  # itself, so that none is at work whom the supervisor does not know
             for inherited in (link.detach(), output, nowhere):
                 os.close(inherited)
@@ -272,6 +276,13 @@ def _fork() -> int:
             print(f"cannot be forked: {error}", file=sys.stderr, flush=True)
             time.sleep(pause_s)
     return NONE
+
+
+def _go_first() -> None:
+    """Where memory runs out and the system chooses, have it take us and leave the template, which is as large."""
+    with contextlib.suppress(OSError, ValueError):
+        score = int(OOM_SCORE.read_text())
+        OOM_SCORE.write_text(str(min(MOST_OOM_SCORE, score + OOM_MARGIN)))
 
 
 def _write_to(output: int) -> None:

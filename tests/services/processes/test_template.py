@@ -74,6 +74,12 @@ def test_a_process_list_shows_the_command_of_a_child_and_no_command_of_a_templat
         assert os.getpgid(child.pid) == child.pid != os.getpgid(template.pid)
 
 
+def test_a_system_without_memory_takes_a_child_before_its_template() -> None:
+    with supervise(one=STEADY) as running:
+        of_child, of_template = (int(Path(f"/proc/{one.pid}/oom_score_adj").read_text()) for one in up(running))
+        assert of_child == min(1000, of_template + 20)
+
+
 def test_a_life_has_what_one_that_is_started_afresh_has() -> None:
     """Its descriptors and the environment of its spec; the template has groups and files of its own."""
     begun = []
