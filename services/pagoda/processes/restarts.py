@@ -65,6 +65,11 @@ class Lives:
         return self.pauses.of_one_that_failed(self._failures_in_a_row)
 
     @property
+    def is_up(self) -> bool:
+        """This life, or the last one until it ended."""
+        return self._up_at is not None
+
+    @property
     def failing(self) -> bool:
         """Whether the last life ended by itself before it was up."""
         return self._failures_in_a_row > 0

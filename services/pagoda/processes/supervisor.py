@@ -77,6 +77,11 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
+    def kill_template(self) -> None:
+        """What its lives have in common may be what they hang or die of, if they do so before they are up."""
+        if self.template is not None:
+            self.template.kill()
+
     def ask_to_stop(self) -> None:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -141,8 +146,8 @@ class Supervisor:
                 deaths, cause = child.lives.deaths_in_a_row, child.why or describe_exit(code)
                 log.error("%s died %d times and was never up, giving up: %s", child.spec.name, deaths, cause)
                 return self._give_up(EXIT_CRASH)
-            if child.lives.failing and child.template is not None:
-                child.template.kill()  # what lives have in common may be what this one died of
+            if child.lives.failing:
+                child.kill_template()
             await self._pause(child, code, pause_s)
         return None
 
@@ -188,6 +193,8 @@ class Supervisor:
                 if limit and running and now - child.heard_at > limit:
                     log.error("%s has been silent for %g s and is killed", child.spec.name, limit)
                     child.kill_group()
+                    if not child.lives.is_up:
+                        child.kill_template()
 
     async def _finish_readers(self, child: Child) -> None:
         """Take the last words; a grandchild that holds the pipe open must not hold us."""

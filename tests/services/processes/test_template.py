@@ -144,6 +144,13 @@ def test_a_child_that_falls_silent_is_killed_and_its_template_is_not() -> None:
         assert up(running)[1] == template
 
 
+def test_a_child_that_falls_silent_before_it_is_up_takes_its_template_along() -> None:
+    with supervise(mute=["prepare", "linger"]) as running:
+        first = running.event(event="prepares")["pid"]
+        assert running.event(event="died")["code"] == -signal.SIGKILL
+        assert running.event(event="prepares")["pid"] != first
+
+
 def test_a_life_that_ends_by_itself_before_it_is_up_is_not_born_of_the_same_template_again(tmp_path: Path) -> None:
     """What it has of its template may be what it died of; not so of one that is killed, or was up."""
     with supervise(one=["prepare", f"crash-once={tmp_path / 'crashed'}", *STEADY]) as running:
