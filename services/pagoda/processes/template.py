@@ -214,6 +214,7 @@ def _reap(handle: int) -> None:
 def main(name: str, link: str, parent: str) -> None:
     """The template's side."""
     setproctitle(f"pagoda template ({name})")
+    setthreadtitle("pagoda-template")  # a space in it, and Python 3.12 takes the niceness for the number of threads
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # who asks a child by its name may ask us, too
     die_with_parent(int(parent))
     put_off_collections()

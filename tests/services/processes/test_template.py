@@ -71,6 +71,7 @@ def test_a_process_list_shows_the_command_of_a_child_and_no_command_of_a_templat
         assert child.cmdline()[:-2] == command  # and where it reports to
         assert " ".join(template.cmdline()).strip() == "pagoda template (one)"
         assert child.name() == Path(sys.executable).name[:15]
+        assert " " not in template.name()
         assert os.getpgid(child.pid) == child.pid != os.getpgid(template.pid)
 
 
