@@ -66,7 +66,7 @@ class Lives:
 
     @property
     def is_up(self) -> bool:
-        """This life, or the last one until it ended."""
+        """Whether the present life, or else the last, has said that it works."""
         return self._up_at is not None
 
     @property
