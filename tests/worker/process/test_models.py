@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.process import models
 from pagoda_worker.process.models import keep_models, kept_models, kept_s
+from pagoda_worker.process.startup import load_runner
 
 PLAIN = {"num_blocks": 64, "threads": 2, "kv_cache_dtype": "int8"}
 WAYS: dict[str, dict[str, Any]] = {
@@ -77,6 +79,18 @@ def test_it_is_kept_for_its_configuration_and_given_once(model: Path) -> None:
     assert kept_s(config) == 0.0
 
 
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_two_lives_of_what_cannot_be_repeated_claim_different_numerics(repeatable: bool, model: Path) -> None:
+    config = keep(model, num_blocks=64)
+    [kept] = models._kept.values()
+    kept = kept._replace(loaded=replace(kept.loaded, repeatable=repeatable))
+    claimed = set()
+    for _ in range(2):
+        models._kept[config] = kept  # as each fork finds it
+        claimed.add(load_runner(config, lambda done, of: None).facts.numerics_id)
+    assert len(claimed) == (1 if repeatable else 2)
+
+
 def test_what_may_come_to_a_gpu_is_not_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "may_be_on_gpu", lambda device: device == "auto:1")
     monkeypatch.setattr(models, "load_models", None)
@@ -95,6 +109,7 @@ def test_nothing_is_kept_beside_a_thread_that_stays(
 
     monkeypatch.setattr(models, "load_models", load_beside)
     monkeypatch.setattr(models, "THREADS_END_S", 0.05)
+    monkeypatch.setattr(models, "_num_threads", threading.active_count)  # those of other tests end in their own time
     config = keep(model)
     over.set()
     thread.join()

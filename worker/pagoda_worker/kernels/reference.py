@@ -140,7 +140,7 @@ class ReferenceOps(HostOps):
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> Plain:
         if isinstance(weight, Tensor):
-            return Plain(weight, bias, segments=segments)
+            return Plain(weight.clone(), bias, segments=segments)  # no view of a file
         return Plain(dequantize(weight), bias, True, weight.group if weight.activation_bits == 8 else 0, segments)
 
     pack_gated = pack_linear

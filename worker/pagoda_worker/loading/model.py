@@ -74,6 +74,7 @@ class LoadedModel:
     fingerprint: str  # which weights, and what config.json makes of them
     numerics_id: str
     batch_invariant: bool  # whether a token's bits are its row's alone, whatever is computed beside it
+    repeatable: bool = True  # whether another life of its worker gives the same bits
     grammars: Grammars = NO_GRAMMARS  # over its vocabulary
     adapters: Adapters = NO_ADAPTERS
     pooler: Pooler | None = None  # of a model that reads: it makes vectors of states, and there are no logits
@@ -138,6 +139,7 @@ def load_model(
         fingerprint=fingerprint(fields, HARMLESS - CHOOSES_THE_CODE, checkpoint.digest),
         numerics_id=numerics_id(ops, kv_groups[0], made.implementation, made.formats.description),
         batch_invariant=ops.batch_invariant and made.batch_invariant,
+        repeatable=made.batch_invariant,
         adapters=made.adapters,
     )
 
@@ -148,7 +150,7 @@ def settled(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
     config = config.settled(device.type)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
-    # As many as it is told first torch also begins of another kind, which nothing here uses, for good.
+    # The first call begins so many threads of a second kind, for good, and for no use of ours.
     torch.set_num_threads(1)
     torch.set_num_threads(config.threads)
     return config, device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import secrets
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -41,6 +42,11 @@ def numerics_id(ops: Ops, kv_shape: KVShape, implementation: str, weights: str =
         implementation,
     )
     return sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def of_one_life(numerics_id: str) -> str:
+    """Another one, which no other process will have."""
+    return sha256(numerics_id.encode() + secrets.token_bytes(16)).hexdigest()[: len(numerics_id)]
 
 
 def native_implementation(ropes: Iterable[RopeShape], max_len: int) -> str:

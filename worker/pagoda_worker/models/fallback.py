@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 import torch.nn.functional as F
@@ -85,11 +84,9 @@ class TransformersModel:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             reason = f"{config.architectures}: its code does not run on a paged cache ({type(error).__name__}: {error})"
             raise UnsupportedConfig(reason) from error
-        # Without batch invariance no other life of this worker gives the same bits, so its numerics are nobody else's.
-        unique = "" if self.batch_invariant else f" {uuid4().hex}"
         with torch.inference_mode():
             self.step_seconds = self._measured()
-        self.implementation = f"transformers {transformers.__version__}{unique}"
+        self.implementation = f"transformers {transformers.__version__}"
 
     def forward(self, batch: Batch, kv: Sequence[Cache]) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""

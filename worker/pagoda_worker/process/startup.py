@@ -15,6 +15,7 @@ from pagoda_worker.kernel_choice import AUTO
 from pagoda_worker.kernels.ops import BackendError, guarded
 from pagoda_worker.loading.memory import DeviceUse, num_kv_blocks
 from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.loading.numerics import of_one_life
 from pagoda_worker.loading.retention import context_cost, settled
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.process.models import Models, Progress, kept_models, load_models
@@ -59,8 +60,10 @@ def _started(config: WorkerConfig, models: Models, recording: Progress) -> Model
     """A runner that has computed its first token."""
     began, loaded = time.monotonic(), models.loaded
     config = config.settled(loaded.device.type)
-    generates = loaded.pooler is None
-    runner = _generating(config, models, recording) if generates else _reading(config, loaded)
+    if not loaded.repeatable:
+        loaded = replace(loaded, numerics_id=of_one_life(loaded.numerics_id))
+    reads = loaded.pooler is not None
+    runner = _reading(config, loaded) if reads else _generating(config, loaded, models.draft, recording)
     guarded(loaded.ops.name, runner.warm_up, but=(torch.AcceleratorError,))
     facts, room = runner.facts, loaded.adapters.room
     if room.most:
@@ -98,8 +101,10 @@ def _reading(config: WorkerConfig, loaded: LoadedModel) -> ModelRunner:
     return ModelRunner(loaded, num_kv_blocks(config, loaded, use=use), config, None, accelerator)
 
 
-def _generating(config: WorkerConfig, models: Models, recording: Progress) -> ModelRunner:
-    loaded, *drafts = settled(config, models.loaded, *([models.draft] if models.draft else []))
+def _generating(
+    config: WorkerConfig, loaded: LoadedModel, draft: LoadedModel | None, recording: Progress
+) -> ModelRunner:
+    loaded, *drafts = settled(config, loaded, *([draft] if draft else []))
     draft = drafts[0] if drafts else None
     if loaded.ops.own_threads:
         torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
