@@ -60,6 +60,9 @@ def test_a_page_knows_nothing_of_who_was_there_before(stack: Stack, page: Page) 
         before.set(system="Be brief.", temperature="0.5")
         before.ask("Hello!")
         assert before.conversations()
+        before.page.unroute_all()
+        before.send("Count from 1 to 60.")
+        expect(before.answer.locator(".prose")).not_to_be_empty()  # and left while it comes
     with opened(page, stack.url) as after:
         assert after.conversations() == []
         assert after.page.locator("[name=system]").input_value() == ""
