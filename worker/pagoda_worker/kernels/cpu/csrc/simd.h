@@ -15,8 +15,13 @@
 #include <emmintrin.h>
 #endif
 
+#if PAGODA_LEVEL == 0  // where sixteen numbers are in no registers anyway, the compiler chooses, and takes a third of the time
+#define PAGODA_INLINE static inline
+#define PAGODA_INLINE_MEMBER
+#else
 #define PAGODA_INLINE static inline __attribute__((always_inline))
 #define PAGODA_INLINE_MEMBER __attribute__((always_inline))
+#endif
 
 namespace PAGODA_NS {
 
