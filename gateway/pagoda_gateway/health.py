@@ -21,7 +21,7 @@ from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
-from pagoda_proto.params import MAX_PRIORITY, SamplingParams
+from pagoda_proto.params import LAST_PRIORITY, SamplingParams
 from pagoda_proto.pooling.kinds import GENERATE
 from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import FinishReason, Generate, Pool, RequestRecord, Task
@@ -165,7 +165,7 @@ class Health:
             prompt_token_ids=[0],
             task=self._task_of_canary,
             cache_salt="canary",
-            priority=MAX_PRIORITY,
+            priority=LAST_PRIORITY,
             queue_timeout_s=self._times.canary_timeout_s,
         )
         generation = await self._engine.submit(record, counted=False)

@@ -31,11 +31,16 @@ MAX_GRAMMAR_CHARS = 128 * 1024  # every row of a request carries its own to the 
 MAX_SEED = 2**64 - 1
 MIN_SEED = -(2**63)
 MAX_TOKENS_CEILING = 2**31 - 1
-# Who wants to be late may be as late as he likes; the lower bound is how far anybody gets before others.
-MIN_PRIORITY, MAX_PRIORITY = -100, 2**31 - 1
+MIN_PRIORITY, MAX_PRIORITY = -100, 10**9  # of a body; the lower bound is how far anybody gets before others
 BACKGROUND_PRIORITY = 2**30  # from here on nobody waits for an answer: it runs when all others do
+LAST_PRIORITY = 2**31 - 1
 # What one step computes at most, unless told otherwise: an engine core sends no more, a worker reserves memory for it.
 DEFAULT_MAX_TOKENS_PER_STEP = 2048
+
+
+def in_background(priority: int) -> int:
+    """Behind all that somebody waits for, in the order of what bodies asked for. Takes what a body may say."""
+    return BACKGROUND_PRIORITY + priority - MIN_PRIORITY
 
 
 class Parameter(NamedTuple):

@@ -167,6 +167,13 @@ def test_none_of_a_list_is_an_empty_one() -> None:
     assert SamplingParams(temperature=1, allowed_token_ids=range(3)).allowed_token_ids == (0, 1, 2)  # type: ignore[arg-type]
 
 
+@given(st.integers(limits.MIN_PRIORITY, limits.MAX_PRIORITY), st.integers(limits.MIN_PRIORITY, limits.MAX_PRIORITY))
+def test_the_background_keeps_the_order_and_is_behind_all_of_it(one: int, other: int) -> None:
+    behind = limits.in_background(one)
+    assert limits.MAX_PRIORITY < limits.BACKGROUND_PRIORITY <= behind <= limits.LAST_PRIORITY < 2**31
+    assert (behind < limits.in_background(other)) == (one < other)
+
+
 def test_min_tokens_may_not_exceed_max_tokens() -> None:
     assert faulty(min_tokens=5, max_tokens=5) == []
     assert faulty(min_tokens=6, max_tokens=5) == ["min_tokens"]

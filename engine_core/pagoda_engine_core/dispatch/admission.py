@@ -17,7 +17,7 @@ from pagoda_engine_core.scheduling.request import Request
 from pagoda_proto.adapters.identity import adapter_problems
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
-from pagoda_proto.params import MAX_PRIORITY, MAX_SEED, MIN_PRIORITY, ModelLimits, check_for_model
+from pagoda_proto.params import LAST_PRIORITY, MAX_SEED, MIN_PRIORITY, ModelLimits, check_for_model
 from pagoda_proto.pooling.params import Readings, check_pooling
 from pagoda_proto.records import MAX_WEIGHT, Pool, PriorOutput, RequestRecord
 from pagoda_proto.steps import Hello
@@ -326,8 +326,8 @@ def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:
         yield Problem("eos_token_ids", "a grammar's end is an end of sequence, and there is none")
     if asked is not None and asked != seed:
         yield Problem("seed", f"the seed in force ({seed}) is not the one asked for ({asked})")
-    if not MIN_PRIORITY <= record.priority <= MAX_PRIORITY:
-        yield Problem("priority", f"must be between {MIN_PRIORITY} and {MAX_PRIORITY}, got {record.priority}")
+    if not MIN_PRIORITY <= record.priority <= LAST_PRIORITY:
+        yield Problem("priority", f"must be between {MIN_PRIORITY} and {LAST_PRIORITY}, got {record.priority}")
     if not 1 <= record.weight <= MAX_WEIGHT:
         yield Problem("weight", f"must be between 1 and {MAX_WEIGHT}, got {record.weight}")
     if len(record.tenant.encode(errors="replace")) > MAX_TENANT_BYTES:

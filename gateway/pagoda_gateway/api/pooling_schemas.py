@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from pagoda_gateway.api.body import Body, Kept, Text, kind_of_prompts
 from pagoda_gateway.api.json_body import MAX_VALUES
-from pagoda_gateway.api.schemas import Label, Salt, TokenIds
+from pagoda_gateway.api.schemas import Label, Priority, Salt, TokenIds
 from pagoda_proto.pooling.params import OUTPUTS
 
 Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1)]
@@ -34,7 +34,7 @@ class Reading(Body):
     truncate_prompt_tokens: Kept | None = Field(
         None, description="keep only so many tokens of each text, the first ones; -1: as many as the model takes"
     )
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(0, description="lower runs earlier, if at all")
+    priority: Priority = Field(0, description="lower runs earlier, where the policy heeds it")
     cache_salt: Salt | None = Field(None, description="prefixes are shared only within one salt")
 
 

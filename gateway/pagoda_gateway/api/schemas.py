@@ -15,7 +15,16 @@ from pagoda_gateway.api.body import Body, Kept, Text, kind_of_prompts, only
 from pagoda_gateway.api.forms.fields import Formed
 from pagoda_gateway.api.json_body import MAX_VALUES
 from pagoda_gateway.api.tools import NONE, ToolChoice, Tools, check_choice, chosen_names
-from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS, PARAMETERS, PLAIN, Parameter, SamplingParams
+from pagoda_proto.params import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    PARAMETERS,
+    PLAIN,
+    Parameter,
+    SamplingParams,
+)
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
@@ -24,6 +33,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong ids, the first one is enough
 Budget = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MetadataKey = Annotated[str, Field(max_length=64)]
+Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 Salt = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -154,7 +164,7 @@ class Sampling(PlainParameters):
     bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     prompt_logprobs: int | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(0, description="lower runs earlier, if at all")
+    priority: Priority = Field(0, description="lower runs earlier, where the policy heeds it")
     cache_salt: Salt | None = Field(None, description="prefixes are shared only within one salt")
     return_token_ids: bool | None = None
     request_id: RequestName | None = Field(None, description="the answer's id ends with it, and the log shows it")

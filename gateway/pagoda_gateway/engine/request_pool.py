@@ -385,13 +385,18 @@ class RequestPool:
 
     def _submit(self, pooled: PooledRequest, core: Core) -> None:
         request = pooled.request
+        try:
+            resume = resume_to_pb(request.resume()) if request.attempt else None
+            submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, resume=resume)
+        except Exception:  # about this request; whoever lost or met the engine core has others to send
+            logger.exception("request %s cannot be put into a frame", request.record.request_id)
+            return self._fail(pooled, "an internal error", ErrorCode.INTERNAL)
         pooled.vocab_size = pooled.vocab_size or core.view.vocab_size
         pooled.core, pooled.sent_at = core, self._clock.now()
         core.sent += 1
         if core.send is not None:
-            resume = resume_to_pb(request.resume()) if request.attempt else None
-            submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, resume=resume)
             core.send(pb.ClientFrame(submit=submit))
+        return None
 
     def _send_abort(self, pooled: PooledRequest, choices: tuple[int, ...] = ()) -> None:
         """Best effort: an engine core that is gone, or does not have the request yet, needs none."""

@@ -18,7 +18,7 @@ from pagoda_proto.params import SamplingParams, check_for_model
 from pagoda_proto.pooling.kinds import EMBED, GENERATE
 from pagoda_proto.records import Generate, RequestRecord
 
-FCFS = "fcfs"
+WITHOUT_PRIORITIES = ("fcfs", "fair")  # policies
 BYTES_PER_TOKEN = 16  # of a prompt, as Python keeps it
 BYTES_PER_LOGPROB = 160  # two numbers as Python keeps them, and as JSON
 
@@ -117,8 +117,9 @@ def new_job(
 
 def check_priority(config: GatewayConfig, model: ServedModel, priority: int) -> None:
     """Raises InvalidParams where it means nothing, or more than is allowed."""
-    if priority and model.engine.load.policy == FCFS:
-        message = f"is {priority}, but the scheduling policy here is {FCFS!r}, which has no priorities"
+    policy = model.engine.load.policy
+    if priority and policy in WITHOUT_PRIORITIES:
+        message = f"is {priority}, but the scheduling policy here is {policy!r}, which has no priorities"
         raise InvalidParams([Problem("priority", message)])
     if priority and priority < config.min_priority:
         message = f"must be at least {config.min_priority} here (lower runs earlier), got {priority}"

@@ -35,7 +35,7 @@ from pagoda_gateway.routes.pooling.answering import Place, model_for
 from pagoda_gateway.routes.pooling.embeddings import PATH as EMBEDDINGS
 from pagoda_gateway.routes.pooling.embeddings import embedded
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
-from pagoda_proto.params import BACKGROUND_PRIORITY
+from pagoda_proto.params import in_background
 from pagoda_proto.pooling.kinds import EMBED
 
 DIALECTS: dict[str, Dialect[Any]] = {dialect.path: dialect for dialect in (CHAT, COMPLETIONS, RESPONSES)}
@@ -79,7 +79,7 @@ class BatchService:
         body = await self._body(dialect.body, line)
         await self._ctx.adapters.resolve(body.model, caller)
         check_generates(self._ctx.catalogue.find(body.model, caller))
-        job = in_background(await dialect.job(self._ctx, body, caller))
+        job = behind_all(await dialect.job(self._ctx, body, caller))
         del body
         _hold(holding, held_bytes(job))
         charge = self._ctx.charge_for_batch(caller.tenant, job.model)
@@ -90,7 +90,7 @@ class BatchService:
         body = await self._body(EmbeddingsRequest, line)
         model = model_for(self._ctx, body.model, caller, EMBED)
         charge = self._ctx.charge_for_batch(caller.tenant, model.name)
-        place = Place(self._ctx, model, caller, charge, partial(_hold, holding), BACKGROUND_PRIORITY)
+        place = Place(self._ctx, model, caller, charge, partial(_hold, holding), priority=in_background)
         return encoded(await embedded(place, body))
 
     async def _body(self, schema: type[Body], line: bytes) -> Body:
@@ -125,9 +125,7 @@ def batch_runner(
     return BatchRunner(desk)
 
 
-def in_background(job: Job) -> Job:
+def behind_all(job: Job) -> Job:
     """Behind all that somebody waits for, in the order of the priorities that its lines asked for."""
-    records = (
-        msgspec.structs.replace(record, priority=BACKGROUND_PRIORITY + record.priority) for record in job.records
-    )
+    records = (msgspec.structs.replace(record, priority=in_background(record.priority)) for record in job.records)
     return msgspec.structs.replace(job, records=tuple(records))

@@ -304,6 +304,20 @@ async def test_what_raises_about_one_request_ends_it_once_and_no_other(meter: ty
     assert not other.request.ended
 
 
+async def test_what_fits_into_no_frame_ends_and_takes_no_other_along(bench: Bench) -> None:
+    """Not when it is opened, nor when it is lost with others, nor when it was parked meanwhile."""
+    before, beside = bench.open(), bench.open()
+    huge = msgspec.structs.replace(record(), priority=2**31)
+    opened = bench.pool.open(huge, counted=True)
+    assert ending(opened)[0] is ErrorCode.INTERNAL
+    before.request.record = msgspec.structs.replace(before.request.record, priority=2**31)
+    bench.lose()
+    bench.meet()
+    assert ending(before)[0] is ErrorCode.INTERNAL
+    assert [submit.attempt for submit in bench.submits(beside)] == [0, 1]
+    assert bench.pool.num_open == 1
+
+
 async def test_a_request_opened_in_a_gap_of_the_session_is_not_forgotten(bench: Bench) -> None:
     bench.lose()
     generation = bench.open()

@@ -208,14 +208,14 @@ async def test_sec_15_ceilings_name_themselves(tmp_path: Path, name: str, limit:
 async def test_priorities_are_refused_where_they_mean_nothing(tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path)
     for policy, priority, taken in (
-        ("fcfs", 0, True), ("fcfs", 1, False), ("priority", 1, True), ("priority", -1, False),
+        ("fcfs", 0, True), ("fcfs", 1, False), ("fair", 1, False), ("priority", 1, True), ("priority", -1, False),
         ("", 1, True), ("", -1, False),
     ):  # fmt: skip
         gateway.engine.load = msgspec.structs.replace(gateway.engine.load, policy=policy)
         if taken:
             assert (await chat_record(gateway.context, chat(priority=priority))).priority == priority
             continue
-        with pytest.raises(InvalidParams, match="fcfs" if policy == "fcfs" else "at least 0 here") as caught:
+        with pytest.raises(InvalidParams, match=policy if policy in ("fcfs", "fair") else "at least 0 here") as caught:
             await chat_record(gateway.context, chat(priority=priority))
         assert caught.value.param == "priority"
 

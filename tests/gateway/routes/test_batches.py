@@ -21,11 +21,11 @@ from pagoda_gateway.batches.schemas import BatchList, BatchObject
 from pagoda_gateway.clients import identify_by
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.http.limits import LimitsMiddleware
-from pagoda_gateway.routes.batch_service import BatchService, batch_runner, in_background
+from pagoda_gateway.routes.batch_service import BatchService, batch_runner, behind_all
 from pagoda_gateway.store.interface import unavailable
 from pagoda_proto.adapters.files import WEIGHTS, identify
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.params import BACKGROUND_PRIORITY
+from pagoda_proto.params import in_background
 from pagoda_proto.records import RequestRecord
 
 KEYS = ("key-of-tenant-one", "key-of-tenant-two")
@@ -112,7 +112,7 @@ async def test_lines_are_answered_as_requests_are(served: Served) -> None:
         assert response["body"]["choices"] == live["choices"]
         assert set(response["body"]) == set(live)
     records = [generation.record for generation in served.gateway.engine.generations]
-    assert [record.priority for record in records] == [BACKGROUND_PRIORITY, BACKGROUND_PRIORITY, 0]
+    assert [record.priority for record in records] == [in_background(0), in_background(0), 0]
     assert len({record.cache_salt for record in records}) == 1
     kept = (await served.one.get(f"/files/{done['output_file_id']}")).json()
     assert kept["purpose"] == "batch_output"
@@ -308,6 +308,6 @@ async def test_lines_keep_the_order_of_their_priorities(tmp_path: Path) -> None:
     async with gateway.client:
         await gateway.client.post("/v1/completions", json=ASK)
     job = Job(id="j", created=0, model=MODEL, records=(gateway.engine.record,))
-    [record] = in_background(job).records
-    assert record.priority == BACKGROUND_PRIORITY
+    [record] = behind_all(job).records
+    assert record.priority == in_background(0)
     assert record.request_id == gateway.engine.record.request_id

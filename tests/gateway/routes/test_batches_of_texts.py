@@ -15,7 +15,7 @@ from tests.gateway.model_dir import write_reader_dir
 
 from pagoda_gateway.routes.batch_service import BatchService
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.params import BACKGROUND_PRIORITY
+from pagoda_proto.params import in_background
 
 EMBEDDINGS, CHAT = "/v1/embeddings", "/v1/chat/completions"
 X, Y = [1.0, 0.5, -2.0], [0.25, 0.0, 4.0]
@@ -44,7 +44,7 @@ async def test_a_line_is_answered_as_a_request_is_and_waits_behind_all(tmp_path:
     for name in ("object", "model", "data", "usage"):
         assert found[name] == live[name]
     first, _, waited, _ = gateway.engine.generations
-    assert (first.record.priority, waited.record.priority) == (BACKGROUND_PRIORITY, 0)
+    assert (first.record.priority, waited.record.priority) == (in_background(0), 0)
 
 
 @pytest.mark.parametrize(

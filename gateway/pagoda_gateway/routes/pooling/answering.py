@@ -28,21 +28,21 @@ Asks = TypeVar("Asks", bound=Reading | EmbedRequest)
 
 
 class Place(NamedTuple):
-    """Whose request of which model it is. `hold` counts bytes as held for it, instead of its body's; records of a
-    request that nobody waits for are `behind` all others by so much priority."""
+    """Whose request of which model it is. `hold` counts bytes as held for it, instead of its body's; `priority`
+    makes of what a body asks for what its records have."""
 
     ctx: GatewayContext
     model: ServedModel
     caller: Caller
     charge: Charge
     hold: Callable[[int], None]
-    behind: int = 0
+    priority: Callable[[int], int] = int
 
     async def read(self, records: Sequence[RequestRecord]) -> list[bytes]:
         """What comes of them. Raises PagodaError."""
         self.hold(held_bytes(records, self.model.text.reading.width))
         self.charge.check(num_tokens(records))
-        placed = [replace(record, priority=self.behind + record.priority) for record in records]
+        placed = [replace(record, priority=self.priority(record.priority)) for record in records]
         return await PoolRun(placed).run(self.model.engine, self.charge)
 
 
