@@ -176,9 +176,8 @@ def opened(page: Page, url: str) -> Iterator[Tab]:
 def _forget(page: Page, url: str) -> None:
     """All that the page and its visitor have left: answers that are made up, stored things, permissions, media."""
     page.unroute_all()
-    page.goto(
-        f"{url}/page/icon.svg"
-    )  # a left page still writes that its answer broke: cleared after it, by its own process
+    # A page that is left still writes that its answer broke: its own process clears after that.
+    page.goto(f"{url}/page/icon.svg")
     page.evaluate("sessionStorage.clear(), localStorage.clear()")
     page.goto("about:blank")
     session = page.context.new_cdp_session(page)

@@ -76,6 +76,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         records = tuple(msgspec.structs.replace(record, queue_timeout_s=timeout_s) for record in self.records)
         return msgspec.structs.replace(self, records=records, due_at=at)
 
+    def of_many(self) -> Job:
+        """The same for whoever reads it, now or later, each with a time of its own."""
+        return msgspec.structs.replace(self, due_at=0.0)
+
     def loosened(self) -> Job:
         """The same with the grammar that says less."""
         records = []

@@ -142,13 +142,13 @@ class Run:
         """
         taker = through(engine)
         try:
-            await self._in_time(self.attach(taker, engine.load.model_fingerprint))
+            await self.in_time(self.attach(taker, engine.load.model_fingerprint))
         except PagodaError as error:
             if error.param != "grammar" or error.code is not ErrorCode.INVALID_ARGUMENT or not self.job.loose_grammar:
                 raise
             logger.warning("%s: schemas of its tools make no grammar; arguments are some JSON object", self.job.id)
             await self._loosen()
-            await self._in_time(self.attach(taker, engine.load.model_fingerprint))
+            await self.in_time(self.attach(taker, engine.load.model_fingerprint))
 
     def _new_parts(self) -> list[Part]:
         parts: list[Part] = []
@@ -188,7 +188,7 @@ class Run:
         try:
             while waiting := [part for part in self.parts if self._wants_more_of(part)]:
                 reading = waiting[0].updates() if len(waiting) == 1 else self._updates_of(waiting)
-                if updates := await (reading if self._due_at is None else self._in_time(reading)):
+                if updates := await (reading if self._due_at is None else self.in_time(reading)):
                     if (show := self._on_update) is not None:
                         for update in updates:
                             show(update)
@@ -199,8 +199,12 @@ class Run:
         self._outcome = Outcome.FINISHED
         return []
 
-    async def _in_time(self, work: Awaitable[T]) -> T:
-        """Also what need not be waited for is late when it is read late."""
+    async def in_time(self, work: Awaitable[T]) -> T:
+        """Also what need not be waited for is late when it is read late.
+
+        Raises:
+            PagodaError: DEADLINE_EXCEEDED.
+        """
         try:
             async with asyncio.timeout_at(self._due_at) as deadline:
                 result = await work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -48,6 +49,12 @@ def timeout_of(headers: Headers) -> float | None:
         rule = f"must be a whole number from 1 to {MAX_TIMEOUT_MS}, once"
         raise InvalidParams([Problem(TIMEOUT, f"{rule}, got {', '.join(found)[:64]!a}")])
     return int(text) / 1000
+
+
+def due_at_of(headers: Headers) -> float:
+    """When that is, counted from now, in Unix seconds; 0 where the client does not say. Raises InvalidParams."""
+    timeout_s = timeout_of(headers)
+    return 0.0 if timeout_s is None else time.time() + timeout_s
 
 
 async def read_body(

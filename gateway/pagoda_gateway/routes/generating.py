@@ -25,9 +25,8 @@ from pagoda_gateway.generation.requests import check_generates, held_bytes
 from pagoda_gateway.generation.running import running
 from pagoda_gateway.http.sse import EventStream, until_disconnect
 from pagoda_gateway.keys.charge import Charge
-from pagoda_gateway.routes.body import caller_of, hold_for, read_body, timeout_of, while_connected
+from pagoda_gateway.routes.body import caller_of, due_at_of, hold_for, read_body, timeout_of, while_connected
 from pagoda_gateway.routes.described import JSON, endpoint
-from pagoda_gateway.store.tickets import Found
 from pagoda_gateway.tickets.naming import Named, Naming, Opened, headers_of, reader_of
 from pagoda_gateway.tickets.tickets import NewJob, Tickets
 
@@ -74,13 +73,15 @@ async def respond(
     named: Named | None,
 ) -> Response:
     """The answer to the body in `bodies`, which is taken from there, so that nobody keeps it while its job runs."""
-    stream, new_job = bodies[0].stream, job_maker(ctx, dialect, request, bodies)
+    stream, new_job, due_at = bodies[0].stream, job_maker(ctx, dialect, request, bodies), due_at_of(request.headers)
     opened = Opened(None, None) if named is None else await while_connected(request, tickets.open(named, new_job))
     if opened.found is None:
         reading: Writing = partial(_plainly, ctx, dialect, caller_of(request), opened.job or new_job)
     else:
         bodies.clear()
-        reading = _by_ticket(ctx, tickets, dialect, request, opened.found, opened.job)
+        hold_for(request, 0, instead=True)  # its job is held by whoever runs it, and not by the request
+        charge, reader = partial(ctx.charge_for, caller_of(request)), reader_of(request)._replace(due_at=due_at)
+        reading = partial(tickets.reading, opened.found, opened.job, dialect, charge, reader)
     headers = headers_of(named, opened)
     if stream:
         ping = dialect.ping(ids=opened.found is not None)
@@ -96,17 +97,6 @@ async def _plainly(
     job = job if isinstance(job, Job) else await job()
     async with writing(ctx, dialect, job, caller, ctx.charge_for(caller, job.model)) as writer:
         yield writer
-
-
-def _by_ticket(
-    ctx: GatewayContext, tickets: Tickets, dialect: Dialect[Any], request: Request, found: Found, job: Job | None
-) -> Writing:
-    """Its job is held by whoever runs it, and not by the request."""
-    hold_for(request, 0, instead=True)
-    caller = caller_of(request)
-    return partial(
-        tickets.reading, found, job, dialect, lambda model: ctx.charge_for(caller, model), reader_of(request)
-    )
 
 
 async def _events(writing: Writing) -> AsyncGenerator[bytes, None]:

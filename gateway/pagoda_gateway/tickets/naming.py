@@ -49,10 +49,12 @@ class Opened(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """Whoever reads an answer: what it has of it, and whether it asks elsewhere when it is told that it ends here."""
+    """Whoever reads an answer: what it has of it, whether it asks elsewhere when it is told that it ends here, and when
+    it wants to have read it, in Unix seconds; 0 is never."""
 
     at: Position | None
     resumes: bool
+    due_at: float = 0.0
 
 
 class Naming:

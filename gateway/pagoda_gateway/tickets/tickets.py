@@ -21,7 +21,7 @@ from pagoda_gateway.api.errors import internal
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.dialect import Dialect, Writer
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.positions import MAX_CHOICES, Marks, Position
+from pagoda_gateway.generation.positions import MAX_CHOICES, Marks
 from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, check_products, held_bytes
 from pagoda_gateway.generation.run import Run
 from pagoda_gateway.generation.running import running
@@ -120,7 +120,8 @@ class Tickets:
                     raise not_found(named.name)
                 job = job or await _outside(new_job())
                 with suppress(Conflict):
-                    return Opened(await self._begin(named, job), job)
+                    asked = job if named.background else job.of_many()
+                    return Opened(await self._begin(named, asked), asked)
         except _Outside as failure:
             raise failure.error from None
         except PagodaError as error:
@@ -210,7 +211,7 @@ class Tickets:
                 raise PagodaError(ErrorCode.UNAVAILABLE, message, retry_after_s=1.0) from error
             raise
         with source.reader(reader.resumes) if isinstance(source, Live) else nullcontext():
-            async with self._read(found, source.job, source.tape, dialect, reader.at) as writer:
+            async with self._read(found, source.job, source.tape, dialect, reader) as writer:
                 yield writer
 
     async def _source(self, found: Found, job: Job | None, charge: Callable[[str], Charge]) -> Live | Ended:
@@ -247,17 +248,18 @@ class Tickets:
 
     @asynccontextmanager
     async def _read(
-        self, found: Found, job: Job, tape: Tape, dialect: Dialect[Any], at: Position | None
+        self, found: Found, job: Job, tape: Tape, dialect: Dialect[Any], reader: Reader
     ) -> AsyncIterator[Writer]:
-        await tape.started()
         model = self._ctx.catalogue.of_job(job.model, job.adapter)
+        job = msgspec.structs.replace(job, due_at=reader.due_at)
         async with aclosing(Run(job, model.text, lambda usage, outcome: None)) as run:
+            await run.in_time(tape.started())
             await run.attach(tape, tape.fingerprint)
             marks = None
             if found.ticket.stream:
                 num_choices = sum(len(part.choices) for part in run.parts)
                 try:
-                    marks = Marks(found.name, tape, num_choices, at)
+                    marks = Marks(found.name, tape, num_choices, reader.at)
                 except ValueError as error:
                     raise InvalidParams([Problem("Last-Event-ID", str(error))]) from error
             yield dialect.writer(self._ctx, run, marks)
