@@ -76,10 +76,10 @@ class Telling:
         self._logprobs: list[Told] = []
 
     def begin(self) -> Iterator[Told]:
-        if self.response.get("background"):
-            yield from self._tell({"type": "response.queued", "response": self.response | {"status": "queued"}})
-        for kind in ("response.created", "response.in_progress"):
-            yield from self._tell({"type": kind, "response": self.response})
+        queued = {"status": "queued"} if self.response.get("background") else {}
+        for kind in ("created", "queued")[: 1 + len(queued)]:
+            yield from self._tell({"type": f"response.{kind}", "response": self.response | queued})
+        yield from self._tell({"type": "response.in_progress", "response": self.response})
 
     def update(self, update: Update, logprobs: Sequence[Told]) -> Iterator[Told]:
         """`logprobs`: of the update's tokens, if they were asked for. They are told with the next text."""

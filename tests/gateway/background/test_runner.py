@@ -101,7 +101,7 @@ async def test_a_stream_that_was_left_is_read_on(tmp_path: Path) -> None:
         go.set()
         await until(gateway, name, "incomplete")
         events = await followed(gateway, name)
-        assert events[0]["type"] == "response.queued"
+        assert events[0]["type"] == "response.created"
         assert text_of(events[-1]["response"]) == TEXT
         for last in (0, 4, len(events) - 2, len(events) - 1):
             assert await followed(gateway, name, starting_after=last) == events[last + 1 :]
@@ -367,7 +367,7 @@ async def test_a_gateway_that_ends_says_so_to_those_who_follow(tmp_path: Path) -
         name = (await begin_stream(gateway, 6))["response"]["id"]
         following = gateway.background.follow(name, "", 0)
         first = await anext(following)
-    assert first.startswith(b"event: response.queued")
+    assert first.startswith(b"event: response.created")
     with pytest.raises(PagodaError) as caught:
         async for _ in following:
             pass

@@ -81,6 +81,13 @@ def test_a_telling_goes_on_where_another_one_stopped(first: list[int], again: li
     assert added_up(events) == added_up(tell([]))
 
 
+def test_one_in_the_background_is_made_then_queued() -> None:
+    begun = [(event["type"], event["response"]["status"]) for event in tell([])[:3]]
+    assert begun == [
+        ("response.created", "queued"), ("response.queued", "queued"), ("response.in_progress", "in_progress"),
+    ]  # fmt: skip
+
+
 def test_the_last_event_has_all_that_was_said() -> None:
     response = tell([4, 4, 4])[-1]["response"]
     texts = [item.get("arguments") or item["content"][0]["text"] for item in response["output"]]

@@ -60,6 +60,14 @@ async def test_calls_go_back_with_their_results(tmp_path: Path) -> None:
         assert (await client.responses.create(model=MODEL, input=said, tools=tools)).status == "completed"
 
 
+async def test_a_stream_of_one_in_the_background(tmp_path: Path) -> None:
+    gateway = saying(tmp_path, "hello world")
+    asked: Any = {"model": MODEL, "input": "hi", "background": True}
+    async with client_of(gateway) as client, client.responses.stream(**asked) as stream:
+        assert [event.type async for event in stream][:2] == ["response.created", "response.queued"]
+        assert (await stream.get_final_response()).output_text == "hello world"
+
+
 async def test_in_the_background(tmp_path: Path) -> None:
     async with client_of(saying(tmp_path, "hello world", reason=FinishReason.LENGTH)) as client:
         events = [
