@@ -61,8 +61,14 @@ def told(output: Any) -> Told:
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_blocks": 14, "max_model_len": 256}, {"speculation": "ngram"}, {"max_loras": 1}, {"max_tokens_per_step": 16}],
-    ids=str,
+    [
+        {"num_blocks": 14, "max_model_len": 256},
+        {"speculation": "ngram"},
+        {"speculation": "draft-model", "draft_model": str(DEMO)},
+        {"max_loras": 1},
+        {"max_tokens_per_step": 16},
+    ],
+    ids=["few blocks", "looked up", "a draft model", "one place", "small steps"],
 )
 def test_company_changes_nothing(options: dict[str, Any], adapters: dict[str, Path], alone: list[Told]) -> None:
     async def ask(llm: AsyncLLM, prompt: str, name: str | None) -> Told:

@@ -13,6 +13,7 @@ A drafter may guess anything, for a wrong guess costs time and no token (see `ve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -167,6 +168,7 @@ class DraftModel:
     def _compute(self, part: Work, drafts: Mapping[int, Ids], asking: Sequence[int]) -> dict[int, int]:
         """One pass; the most likely next token of the rows in `asking`, by place in `part`."""
         batch = build_batch(part, self._block_size, self._loaded.device, drafts)
+        batch = replace(batch, slots=None, logit_slots=None)  # adapters are for the target alone
         hidden = self._loaded.model.forward(batch, self._kv)
         if not len(asking):
             return {}
