@@ -6,7 +6,7 @@ shapes it implies, so a checkpoint can be judged before a byte of it is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
@@ -190,11 +190,15 @@ def unused_prefixes(spec: DecoderSpec) -> tuple[str, ...]:
     return *spec.unused, *(spec.names.in_layer(index, "") for index in range(first, first + spec.unused_layers))
 
 
-def as_spelled(spec: DecoderSpec, found: Container[str]) -> DecoderSpec:
-    """The spec by those of its names that fit a checkpoint with these tensors best."""
+def as_spelled(spec: DecoderSpec, found: Collection[str]) -> DecoderSpec:
+    """The spec by those of its names that fit a checkpoint with these tensors best, in whatever form matrices are."""
+    modules = {name.rpartition(".")[0] for name in found}
+
+    def is_there(name: str) -> bool:
+        return name in found or name.endswith(".weight") and name.removesuffix(".weight") in modules
 
     def missing(names: Names) -> int:
-        return sum(name not in found for name in expected_tensors(replace(spec, names=names)))
+        return sum(not is_there(name) for name in expected_tensors(replace(spec, names=names)))
 
     return replace(spec, names=min((spec.names, *spec.spellings), key=missing)) if spec.spellings else spec
 

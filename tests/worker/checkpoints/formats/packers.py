@@ -176,11 +176,28 @@ def is_linear(name: str) -> bool:
     return name.endswith((*(f".{part}.weight" for part in PARTS), "lm_head.weight"))
 
 
+def apart(tensors: Tensors) -> Tensors:
+    """Each expert's matrices by names of their own, as checkpoints have them that quantise them."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        place, _, part = name.rpartition(".experts.")
+        if part not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        for index, both in enumerate(tensor):
+            rows = both.chunk(len(parts))
+            found |= {
+                f"{place}.experts.{index}.{one}.weight": r.contiguous() for one, r in zip(parts, rows, strict=True)
+            }
+    return found
+
+
 def write(model: Any, recipe: Recipe, path: Path) -> Written:
     """A transformers model (float32) by the recipe, beside its plain twin."""
     tied = model.config.tie_word_embeddings
     tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
-    tensors = {name: t for name, t in tensors.items() if not (tied and name == "lm_head.weight")}
+    tensors = apart({name: t for name, t in tensors.items() if not (tied and name == "lm_head.weight")})
     fields = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     weights: dict[str, QuantizedWeight] = {}
     packed: Tensors = {}

@@ -100,6 +100,11 @@ RECIPES = {
         ),
     ),
 }
+RECIPES |= {
+    "pack-quantized experts": ("olmoe", Recipe(packed(4, 32, True), pack_quantized)),
+    "gptq of experts": ("qwen3_moe", Recipe(gptq_config(), gptq)),
+    "awq of experts": ("qwen2_moe", Recipe(awq_config(), awq, symmetric=False)),
+}
 Make = Callable[[str], Written]
 
 
