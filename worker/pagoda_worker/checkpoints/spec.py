@@ -195,7 +195,7 @@ def as_spelled(spec: DecoderSpec, found: Collection[str]) -> DecoderSpec:
     modules = {name.rpartition(".")[0] for name in found}
 
     def is_there(name: str) -> bool:
-        return name in found or name.endswith(".weight") and name.removesuffix(".weight") in modules
+        return name in found or (name.endswith(".weight") and name.removesuffix(".weight") in modules)
 
     def missing(names: Names) -> int:
         return sum(not is_there(name) for name in expected_tensors(replace(spec, names=names)))

@@ -186,10 +186,8 @@ def apart(tensors: Tensors) -> Tensors:
             continue
         parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
         for index, both in enumerate(tensor):
-            rows = both.chunk(len(parts))
-            found |= {
-                f"{place}.experts.{index}.{one}.weight": r.contiguous() for one, r in zip(parts, rows, strict=True)
-            }
+            for one, rows in zip(parts, both.chunk(len(parts)), strict=True):
+                found[f"{place}.experts.{index}.{one}.weight"] = rows.contiguous()
     return found
 
 
