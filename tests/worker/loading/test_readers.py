@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.worker.checkpoints.formats.packers import Recipe, awq, awq_config, gptq, gptq_config, write
 from tests.worker.encoders.checkpoints import VOCAB, save, texts
 
 from pagoda_proto.errors import ErrorCode
@@ -160,6 +161,18 @@ def test_a_decoder_embeds_by_its_last_token_however_it_is_cut(kind: str, tmp_pat
     torch.testing.assert_close(numbers(found), expected, rtol=EXACT, atol=EXACT)
     for sizes in ([64, 64, 22], [149, 1]):
         assert reads.in_chunks(prompt, sizes, PoolingParams()) == found
+
+
+@pytest.mark.parametrize(
+    "recipe", [Recipe(gptq_config(), gptq), Recipe(awq_config(), awq, symmetric=False)], ids=["gptq", "awq"]
+)
+def test_a_quantised_decoder_embeds_as_its_numbers_do(recipe: Recipe, tmp_path: Path) -> None:
+    made = write(save_qwen(tmp_path / "model", tie_word_embeddings=True), recipe, tmp_path)
+    found = []
+    for path in (made.path, made.plain_path):
+        write_modules(path, "pooling_mode_lasttoken", "Normalize")
+        found.append(Reads(runner_of(path, kernels="reference")).together(texts(40), PoolingParams()))
+    assert found[0] == found[1]
 
 
 def test_a_decoder_with_a_head_scores_its_last_token(tmp_path: Path) -> None:

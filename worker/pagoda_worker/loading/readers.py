@@ -16,6 +16,7 @@ from pagoda_proto.pooling.late import Late
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress
 from pagoda_worker.checkpoints.config_reader import HARMLESS, UnsupportedConfig, check_sizes
 from pagoda_worker.checkpoints.fingerprint import fingerprint
+from pagoda_worker.checkpoints.formats import FIELD, read_layout
 from pagoda_worker.checkpoints.formats.gguf import block_layout
 from pagoda_worker.checkpoints.formats.source import choose_formats, open_source
 from pagoda_worker.checkpoints.gguf import open_weights
@@ -170,8 +171,8 @@ def _decoder(reading: _Reading) -> LoadedModel:
     that sees both ways reads them whole, as an encoder does."""
     config, checkpoint = reading.config, reading.checkpoint
     fields = {name: value for name, value in reading.fields.items() if name not in BESIDE_THE_DECODER}
-    name = architecture_of(fields)
-    spec = native_spec(_generating(name), fields)
+    layout, name = read_layout(fields), architecture_of(fields)
+    spec = native_spec(_generating(name), {key: value for key, value in fields.items() if key != FIELD})
     _with_root(checkpoint, (spec.names, *spec.spellings))
     spec = as_spelled(spec, checkpoint.entries)
     dtype = _dtype(reading, whole=not spec.causal)
@@ -180,7 +181,7 @@ def _decoder(reading: _Reading) -> LoadedModel:
     for key in [key for key in checkpoint.entries if key.startswith("score.")]:
         del checkpoint.entries[key]
     spec = replace(spec, tied=True, logit_scale=1.0)  # whatever makes logits of states is not loaded
-    formats = choose_formats(spec, block_layout(checkpoint.entries), config.quantization)
+    formats = choose_formats(spec, layout or block_layout(checkpoint.entries), config.quantization)
     source = open_source(checkpoint, spec, formats, dtype, reading.device)
     max_len = _max_len(reading, spec.reach, spec.max_positions)
     decoder = Decoder(spec, ops, source, dtype, max_len, head_size=0)
