@@ -13,7 +13,7 @@ from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape
-from pagoda_worker.kernels.ops import AttentionShape, BackendError, HeadNorm, Needs, Rotation
+from pagoda_worker.kernels.ops import ACTIVATIONS, AttentionShape, BackendError, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import FORMATS, dequantize, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
 
@@ -174,7 +174,7 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("width", [96, 160, 1536])
 def test_activations(width: int, activation: str, dtype: torch.dtype) -> None:
     x, same = torch.randn(479, 2 * width).to(dtype), torch.eye(2 * width, dtype=torch.float64)

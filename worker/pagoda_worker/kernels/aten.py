@@ -59,7 +59,7 @@ class AtenOps(HostOps):
         self._dtype = dtype
         self._native = _native(device)
         dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in self._native)
-        self.numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}; linear {dtypes}"
+        self.numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}; linear {dtypes}; gelu by erf"
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> Packed:
         if isinstance(weight, QuantizedWeight):
@@ -92,9 +92,8 @@ class AtenOps(HostOps):
     def activated_linear(self, x: Tensor, packed: Packed, activation: str, added: Added | None = None) -> Tensor:
         y = self.linear(x, packed, added)
         width = y.shape[1]
-        if activation == "gelu":  # erf has no other code for ends
-            wide = y.float()
-            return (wide * torch.erf(wide * 2**-0.5).add_(1.0)).mul_(0.5).to(y.dtype)
+        if activation == "gelu":
+            return _gelu(y)
         if width % VECTOR:  # rows are apart, so that vectors end where they do
             y = F.pad(y, (0, 1))[:, :width]
         return _by_slabs(y, width, activation, lambda part: activated(part, activation))
@@ -216,12 +215,17 @@ def act_mul(gate_up: Tensor, activation: str) -> Tensor:
     width = gate_up.shape[1] // 2
 
     def multiplied(part: Tensor) -> Tensor:
-        gate = part[:, :width]
-        if activation == "gelu":  # which is scalar code, and other bits, where lines lie apart
-            gate = gate.contiguous()
-        return activated(gate, activation).mul_(part[:, width:])
+        return activated(part[:, :width], activation).mul_(part[:, width:])
 
+    if activation == "gelu":
+        return _gelu(gate_up[:, :width]).mul_(gate_up[:, width:])
     return _by_slabs(gate_up, width, activation, multiplied)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """By torch's own operation the ends of what a thread has would get other bits; erf has no other code for ends."""
+    wide = x.float()
+    return (wide * torch.erf(wide * 2**-0.5).add_(1.0)).mul_(0.5).to(x.dtype)
 
 
 def _by_slabs(x: Tensor, width: int, activation: str, work: Callable[[Tensor], Tensor]) -> Tensor:
