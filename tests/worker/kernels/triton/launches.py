@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import CLAMPED, Added, AttentionShape, Expert, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import ACTIVATIONS, CLAMPED, Added, AttentionShape, Expert, HeadNorm, Rotation
 from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.kernels.triton import report, sampling
 from pagoda_worker.kernels.triton.load import HEIGHTS
@@ -30,7 +30,7 @@ from pagoda_worker.rows.slots import TokenSlots
 
 CPU = torch.device("cpu")
 VOCAB, ROWS = 152_000, 4
-GATES = ("silu", "gelu_tanh", "gelu", CLAMPED)
+GATES = (*ACTIVATIONS, CLAMPED)
 
 
 class Driver:

@@ -8,7 +8,7 @@ from tests.worker.kernels.triton.support import DEVICE, DTYPES, assert_close, re
 from tests.worker.kernels.triton.support import walking as ops
 
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import CLAMPED, BackendError, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import ACTIVATIONS, CLAMPED, BackendError, HeadNorm, Rotation
 from pagoda_worker.kernels.reference import gated
 from pagoda_worker.kernels.triton.pointwise import act_mul
 
@@ -39,7 +39,7 @@ def test_a_weight_may_have_a_line_per_head() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", CLAMPED])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, CLAMPED])
 @pytest.mark.parametrize("width", [96, 1536])
 def test_activations(width: int, activation: str, dtype: torch.dtype) -> None:
     x = (torch.randn(7, 2 * width) * 3).to(dtype).to(DEVICE)

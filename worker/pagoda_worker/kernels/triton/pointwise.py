@@ -48,7 +48,10 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
     """act(gate) * up, all float32; see Ops.gated_linear."""
     if ACTIVATION == "gelu":
         acted = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "relu":
+        acted = tl.where(gate < 0.0, 0.0, gate)  # what is no number stays
     else:
+        tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "clamped")
         inner = gate
         if ACTIVATION == "gelu_tanh":  # x / 2 * (1 + tanh(y)) is x * sigmoid(2 y)
             inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
