@@ -114,9 +114,15 @@ def test_a_mean_of_states_of_length_one(tmp_path: Path) -> None:
     assert reads.together(prompts[::-1], PoolingParams()) == found[::-1]
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "mpnet", "modernbert", "gte"])
-def test_heads_give_the_scores_of_transformers(family: str, tmp_path: Path) -> None:
-    model = save(tmp_path, family, "ForSequenceClassification", num_labels=3)
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        *((family, {}) for family in ("bert", "roberta", "distilbert", "mpnet", "modernbert", "gte")),
+        *(("modernbert", {"classifier_activation": name}) for name in ("silu", "relu", "gelu_pytorch_tanh")),
+    ],
+)
+def test_heads_give_the_scores_of_transformers(family: str, more: dict[str, Any], tmp_path: Path) -> None:
+    model = save(tmp_path, family, "ForSequenceClassification", num_labels=3, **more)
     reads = Reads(runner_of(tmp_path))
     prompts = texts(100)[1:4]
     found = reads.together(prompts, PoolingParams(output=CLASSIFY, activate=False))
@@ -126,6 +132,21 @@ def test_heads_give_the_scores_of_transformers(family: str, tmp_path: Path) -> N
             expected = model(input_ids=torch.tensor([prompt])).logits[0]
             torch.testing.assert_close(numbers(data), expected, rtol=EXACT, atol=EXACT)
             torch.testing.assert_close(numbers(share), expected.softmax(-1), rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize(("field", "odd"), [("classifier_activation", "quick_gelu"), ("norm_eps", None)])
+def test_what_a_head_cannot_be_is_refused_by_its_field(field: str, odd: Any, tmp_path: Path) -> None:
+    save(tmp_path, "modernbert", "ForSequenceClassification", num_labels=3)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {field: odd}))
+    with pytest.raises(UnsupportedConfig, match=field):
+        runner_of(tmp_path)
+
+
+def test_buckets_of_distances_are_four_at_least(tmp_path: Path) -> None:
+    save(tmp_path, "mpnet", relative_attention_num_buckets=2)
+    with pytest.raises(UnsupportedConfig, match="relative_attention_num_buckets"):
+        runner_of(tmp_path)
 
 
 def test_the_second_text_of_a_pair_is_of_another_kind(tmp_path: Path) -> None:

@@ -30,3 +30,15 @@ def read_fields(path: Path, name: str) -> dict[str, Any]:
     if content is None:
         raise CheckpointError(path / name, ["No such file or directory"])
     return json_object(content, path / name, "")
+
+
+def vocabulary(path: Path) -> dict[str, int]:
+    """Token to id, those that were added too. Raises CheckpointError as `read_fields` does, and for other forms."""
+    definition = read_fields(path, "tokenizer.json")
+    try:
+        vocab = definition.get("model", {}).get("vocab", {})
+        if isinstance(vocab, list):
+            vocab = {one[0]: index for index, one in enumerate(vocab)}
+        return dict(vocab) | {one["content"]: one["id"] for one in definition.get("added_tokens") or []}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(path / "tokenizer.json", ["its vocabulary is in no form that is known"]) from error

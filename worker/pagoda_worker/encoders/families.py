@@ -138,7 +138,10 @@ def read_mpnet(config: ConfigReader) -> EncoderSpec:
         relative="encoder.relative_attention_bias",
     )
     reserved = config.take("pad_token_id", int, 1) + 1
-    return _bert_like(config, names, reserved, num_buckets=config.size("relative_attention_num_buckets", 32))
+    buckets = config.size("relative_attention_num_buckets", 32)
+    if buckets < 4:
+        raise UnsupportedConfig(f"config.json: relative_attention_num_buckets={buckets} is below 4")
+    return _bert_like(config, names, reserved, num_buckets=buckets)
 
 
 def read_distilbert(config: ConfigReader) -> EncoderSpec:

@@ -21,7 +21,7 @@ from pagoda_worker.checkpoints.formats.gguf import block_layout
 from pagoda_worker.checkpoints.formats.source import choose_formats, open_source
 from pagoda_worker.checkpoints.gguf import open_weights
 from pagoda_worker.checkpoints.names import Names
-from pagoda_worker.checkpoints.reading import read_config, read_fields
+from pagoda_worker.checkpoints.reading import read_config, vocabulary
 from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.encoders.encoder import Encoder
@@ -243,8 +243,7 @@ def _decoder_pooler(reading: _Reading, spec: DecoderSpec) -> Pooler:
 
 def _answers(path: Path) -> tuple[int, int]:
     """The ids of "yes" and "no"."""
-    vocab = read_fields(path, "tokenizer.json").get("model", {}).get("vocab", {})
-    yes, no = (vocab.get(word) if isinstance(vocab, dict) else None for word in ("yes", "no"))
+    yes, no = map(vocabulary(path).get, ("yes", "no"))
     if not (isinstance(yes, int) and isinstance(no, int)):
         raise UnsupportedConfig("tokenizer.json: a reranker that answers yes or no must have tokens for both")
     return yes, no

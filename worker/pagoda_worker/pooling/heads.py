@@ -13,7 +13,7 @@ from pagoda_proto.pooling.params import CLASSIFY
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, CheckpointError
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.pooling.pooler import Pooler, widest
-from pagoda_worker.pooling.stages import Dense, Floats, LayerNorm, Stage
+from pagoda_worker.pooling.stages import ACTIVATIONS, Dense, Floats, LayerNorm, Stage
 
 CPU = torch.device("cpu")
 
@@ -25,8 +25,11 @@ class Layer:
     name: str
     activation: str = "identity"
     norm: str = ""
+    asked: str = ""  # the field of config.json that may name another activation
 
 
+ELEMENTWISE = ACTIVATIONS.keys() - {"softmax"}
+SPELLINGS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu", "linear": "identity"}
 TWO_LAYERS = (Layer("classifier.dense", "tanh"), Layer("classifier.out_proj"))
 POOLER = (Layer("pooler.dense", "tanh"), Layer("classifier"))
 HEADS: Mapping[str, tuple[Layer, ...]] = {
@@ -40,7 +43,7 @@ HEADS: Mapping[str, tuple[Layer, ...]] = {
     "New": POOLER,
     "Gte": POOLER,
     "JinaBert": POOLER,
-    "ModernBert": (Layer("head.dense", "gelu", "head.norm"), Layer("classifier")),
+    "ModernBert": (Layer("head.dense", "gelu", "head.norm", "classifier_activation"), Layer("classifier")),
 }
 DECODER_HEAD = (Layer("score"),)
 
@@ -77,14 +80,29 @@ def classifier(
     stages: list[Stage] = []
     width = hidden_size
     for layer in layers:
-        stages.append(dense(checkpoint, layer.name, layer.activation, width))
+        stages.append(dense(checkpoint, layer.name, _asked(fields, layer), width))
         width = widest(stages[-1:], width)
         if layer.norm:
-            weight, eps = tensor(checkpoint, f"{layer.norm}.weight"), fields.get("norm_eps", 1e-5)
-            stages.append(LayerNorm(weight, optional(checkpoint, f"{layer.norm}.bias"), float(eps)))
+            weight, eps = tensor(checkpoint, f"{layer.norm}.weight"), _norm_eps(fields)
+            stages.append(LayerNorm(weight, optional(checkpoint, f"{layer.norm}.bias"), eps))
     return Pooler(
         ways=(way,), stages=tuple(stages), width=width, outputs=(CLASSIFY,), activation=activation_of(fields, width)
     )
+
+
+def _asked(fields: Mapping[str, Any], layer: Layer) -> str:
+    named = fields.get(layer.asked, layer.activation) if layer.asked else layer.activation
+    found = SPELLINGS.get(named, named) if isinstance(named, str) else ""
+    if found not in ELEMENTWISE:
+        raise UnsupportedConfig(f"config.json: {layer.asked}={str(named)[:64]!r} is not supported")
+    return found
+
+
+def _norm_eps(fields: Mapping[str, Any]) -> float:
+    found = fields.get("norm_eps", 1e-5)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1:
+        raise UnsupportedConfig(f"config.json: norm_eps={str(found)[:64]!r} is no number above 0")
+    return float(found)
 
 
 def difference(checkpoint: Checkpoint, name: str, yes: int, no: int) -> Pooler:

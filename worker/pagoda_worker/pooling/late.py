@@ -11,6 +11,7 @@ from pagoda_proto.pooling.late import METADATA, Late, late_of, marks_of
 from pagoda_proto.pooling.params import MAX_SIM, TOKEN_EMBED
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, read_json
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
+from pagoda_worker.checkpoints.reading import vocabulary
 from pagoda_worker.pooling.files import read_modules, stages_of
 from pagoda_worker.pooling.heads import dense
 from pagoda_worker.pooling.pooler import Pooler, widest
@@ -36,7 +37,7 @@ def late_pooler(late: Late, path: Path, fields: Mapping[str, Any], checkpoint: C
     else:
         stages = stages_of(path, hidden_size)
     try:
-        marks = marks_of(late, _vocabulary(path).get)
+        marks = marks_of(late, vocabulary(path).get)
     except ValueError as error:
         raise UnsupportedConfig(f"late interaction: {error}") from error
     return Pooler(
@@ -48,13 +49,3 @@ def late_pooler(late: Late, path: Path, fields: Mapping[str, Any], checkpoint: C
         marks=marks,
         filled=late.filled,
     )
-
-
-def _vocabulary(path: Path) -> dict[str, int]:
-    """Token to id, those that were added too."""
-    definition = read_json(path / "tokenizer.json")
-    vocab = definition.get("model", {}).get("vocab", {})
-    if isinstance(vocab, list):
-        vocab = {one[0]: index for index, one in enumerate(vocab)}
-    added = definition.get("added_tokens") or []
-    return dict(vocab) | {one["content"]: one["id"] for one in added}
