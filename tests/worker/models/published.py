@@ -195,6 +195,7 @@ OTHERS: dict[str, tuple[dict[str, Any], int]] = {
     "SmolLM3-3B": (
         _rms("SmolLM3ForCausalLM", _sizes(2048, 11008, 36, (16, 4), 128256, 65536), no_rope_layer_interval=4,
              no_rope_layers=[1, 1, 1, 0] * 9, use_sliding_window=False, sliding_window=None, rope_theta=5000000.0,
+             pretraining_tp=2, max_window_layers=28,
              attention_bias=False, mlp_bias=False, layer_types=["full_attention"] * 36, tie_word_embeddings=True), 3075
     ),
     "GLM-4-9B-0414": (

@@ -114,7 +114,7 @@ def test_both_spellings(old: dict[str, Any], new: dict[str, Any]) -> None:
         ("Llama", {"partial_rotary_factor": 0.5}, "not supported natively: partial_rotary_factor"),
         ("Llama", {"logit_scale": 2.0, "no_rope_layers": [1]}, "not supported natively: logit_scale, no_rope_layers"),
         ("Llama", {"hidden_act": "relu"}, "hidden_act='relu'"),
-        ("Llama", {"pretraining_tp": 2}, "pretraining_tp=2"),
+        ("Llama", {"rope_interleaved": True}, "rope_interleaved=True"),
         ("Llama", {"hidden_size": None}, "'hidden_size' is missing"),
         ("Mistral", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         ("Mistral", {"layer_types": ["full_attention"]}, "layer_types"),
@@ -257,6 +257,10 @@ def test_windows() -> None:
     sliding = {"sliding_window": 40, "max_window_layers": 3}
     assert windows_of(read("Qwen2", **sliding, use_sliding_window=True)) == (None, None, None, 40)
     assert windows_of(read("Qwen2", **sliding, use_sliding_window=False)) == (None,) * 4
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "use_sliding_window": True}
+    shared = {"shared_expert_intermediate_size": 32}
+    assert windows_of(read("Qwen2Moe", **sliding, **experts, **shared)) == (40, None, 40, None)
+    assert windows_of(read("Qwen3Moe", **sliding, **experts)) == (40,) * 4
     assert windows_of(read("Gemma2", sliding_window=40)) == (40, None, 40, None)
     gemma3 = read("Gemma3", sliding_window=40, sliding_window_pattern=3)
     assert windows_of(gemma3) == (40, 40, None, 40)

@@ -31,7 +31,7 @@ HARMLESS = {
     "is_llama_config", "transformers.js_config", "_attn_implementation_autoset", "neftune_noise_alpha",
     "use_reentrant_checkpointing", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "classifier_dropout",
     "residual_dropout", "embedding_dropout", "layerdrop", "init_std", "output_router_logits", "router_aux_loss_coef",
-    "router_jitter_noise",
+    "router_jitter_noise", "pretraining_tp",
 }  # fmt: skip
 LARGEST = 2**24  # of any size: beyond it a number is damage, and what is as long as it says takes all memory
 MOST_LAYERS = 2**12
@@ -46,7 +46,7 @@ MOST = {
 GATED = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 UNGATED = GATED | {"gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 # Fields that are known and must have the one value that means "off" or "the usual".
-REQUIRED_VALUES = {"pretraining_tp": (1, None), "rope_interleaved": (False, None), "is_encoder_decoder": (False, None)}
+REQUIRED_VALUES = {"rope_interleaved": (False, None), "is_encoder_decoder": (False, None)}
 
 
 class UnsupportedConfig(ValueError):

@@ -77,12 +77,13 @@ def read_mixtral(config: ConfigReader) -> DecoderSpec:
 
 def read_qwen2_moe(config: ConfigReader) -> DecoderSpec:
     shared = MlpShape(width=config.size("shared_expert_intermediate_size"), activation=config.activation("hidden_act"))
-    spec = _with_experts(config, read_qwen2(config), shared)
+    every_other = read_qwen2(config, lambda layer, full: layer < full and layer % 2 == 0)
+    spec = _with_experts(config, every_other, shared)
     return replace(spec, qkv_bias=config.take("qkv_bias", bool, True))
 
 
 def read_qwen3_moe(config: ConfigReader) -> DecoderSpec:
-    return _with_experts(config, read_qwen3(config, default_head_dim=0), None)
+    return _with_experts(config, read_qwen3(config, lambda layer, full: True, default_head_dim=0), None)
 
 
 def _with_experts(config: ConfigReader, spec: DecoderSpec, shared: MlpShape | None) -> DecoderSpec:

@@ -43,6 +43,7 @@ def turning_layers(config: ConfigReader, layers: int) -> list[bool]:
 
 
 def read_smollm3(config: ConfigReader) -> DecoderSpec:
+    config.ignore("max_window_layers")  # of which its code knows nothing
     spec = read_llama(config, tied=True)
     turning, window = turning_layers(config, spec.num_layers), config.maybe_size("sliding_window")
     if not config.take("use_sliding_window", bool, False):
