@@ -15,11 +15,22 @@ import msgspec
 from pagoda_engine_core.scheduling.decoding import DecodingRows, News, apply_tokens, launch
 from pagoda_engine_core.scheduling.kv_cache import Counts, Growth, KvCache
 from pagoda_engine_core.scheduling.request import Choice
+from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.decodes import changes
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.pooling.params import FLOAT_BYTES, MAX_POOLED_BYTES
 from pagoda_proto.records import Pool
 from pagoda_proto.steps import NO_TOKEN, AppendBlocks, Chunk, NewRow, ReplaceBlock, RowOutput, StepPlan, StepResult
+
+MESSAGE_BYTES = MAX_FRAME_BYTES * 3 // 4
+"""What rows may put into one plan or one result; the rest is for all that is small."""
+TOKEN_BYTES = 5
+"""Of a token id in a plan, at most."""
+
+
+def row_bytes(choice: Choice) -> int:
+    """Of the plan that makes it a row."""
+    return choice.num_tokens * TOKEN_BYTES + choice.request.params_bytes
 
 
 class Budget:
@@ -198,6 +209,7 @@ class PlanBuilder:
         self.reserved_blocks = [0] * num_groups
         self.preempted = False  # somebody had to give up his blocks
         self._new_rows: list[NewRow] = []
+        self._bytes_left = MESSAGE_BYTES
         self._append_blocks: list[AppendBlocks] = []
         self._replace_blocks: list[ReplaceBlock] = []
         self._swap_ins: list[tuple[int, int]] = []
@@ -214,11 +226,16 @@ class PlanBuilder:
     def reserve(self, blocks: Counts) -> None:
         self.reserved_blocks = [one + other for one, other in zip(self.reserved_blocks, blocks, strict=True)]
 
+    def takes(self, choice: Choice) -> bool:
+        """Whether one more row goes into the message. One alone always does."""
+        return not self._new_rows or row_bytes(choice) <= self._bytes_left
+
     def start_row(self, choice: Choice, growth: Growth, swap_ins: list[tuple[int, int]]) -> None:
         """`choice` becomes a row. Its block tables travel with it, so of its growth only copies remain to do."""
         self._swap_ins += swap_ins
         self._block_copies += growth.copies
         self._new_rows.append(_new_row(choice))
+        self._bytes_left -= row_bytes(choice)
 
     def grow_row(self, choice: Choice, growth: Growth) -> None:
         """The table of a choice that runs has grown; one that the worker never heard of starts with it."""

@@ -13,17 +13,11 @@ from typing import NamedTuple
 
 from pagoda_engine_core.scheduling.kv_cache import Counts, KvCache, exceeds, less
 from pagoda_engine_core.scheduling.ledger import Cause
-from pagoda_engine_core.scheduling.plan import Budget
+from pagoda_engine_core.scheduling.plan import MESSAGE_BYTES, Budget, row_bytes
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice
 from pagoda_engine_core.scheduling.rows import Adapters
-from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.pooling.params import answer_bytes
 from pagoda_proto.records import Pool
-
-MESSAGE_BYTES = MAX_FRAME_BYTES * 3 // 4
-"""What rows may put into one plan or one result; the rest is for all that is small."""
-TOKEN_BYTES = 5
-"""Of a token id in a plan, at most."""
 
 
 class Need(NamedTuple):
@@ -74,7 +68,7 @@ class Room:
         choice = next((choice for choice in choices if choice.distance), choices[0])
         prefix = self._kv.cached_prefix(choice)
         blocks = self._kv.admission_cost(prefix, choice.num_tokens, lifetime_blocks)
-        message_bytes = min(self._answer_bytes(choice) + choice.num_tokens * TOKEN_BYTES, MESSAGE_BYTES)
+        message_bytes = min(self._answer_bytes(choice) + sum(map(row_bytes, choices)), MESSAGE_BYTES)
         num_tokens = choice.num_tokens - prefix.num_tokens
         return Need(len(choices), num_tokens, blocks, choice.request.adapter_digest, message_bytes)
 

@@ -291,7 +291,7 @@ class Scheduler:
         if lacking := self._rows.lacks(choice):
             return lacking
         prefix = self._kv.lookup(choice)
-        if not builder.budget.fits(choice.num_tokens - prefix.num_tokens):
+        if not (builder.takes(choice) and builder.budget.fits(choice.num_tokens - prefix.num_tokens)):
             return Cause.QUEUED_BUDGET
         cost = self._kv.admission_cost(prefix, choice.num_tokens, self._kv.lifetime_blocks(choice.request))
         if self._kv.lacks(cost, builder.reserved_blocks):

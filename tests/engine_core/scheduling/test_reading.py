@@ -13,8 +13,8 @@ from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.policy import POLICIES
 from pagoda_engine_core.scheduling.decoding import News
 from pagoda_engine_core.scheduling.ledger import Cause
+from pagoda_engine_core.scheduling.plan import MESSAGE_BYTES, row_bytes
 from pagoda_engine_core.scheduling.request import Request
-from pagoda_engine_core.scheduling.room import MESSAGE_BYTES, TOKEN_BYTES
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.errors import PagodaError
@@ -138,7 +138,7 @@ def test_what_rows_are_read_as_fits_into_one_message() -> None:
         room.take(need)
         world.scheduler.add(requests[begun], 0.0)
         begun += 1
-    assert begun == MESSAGE_BYTES // (100 * (10240 * 4 + TOKEN_BYTES))
+    assert begun == MESSAGE_BYTES // (100 * 10240 * 4 + row_bytes(requests[0].choices[0]))
     again = world.scheduler.room()
     assert again.lacks(world.scheduler.need(requests[begun], again)) is Cause.QUEUED_BUDGET
     small = Request(make_pool_record([1] * 100, request_id="small"), max_output_tokens=1, now=0.0)

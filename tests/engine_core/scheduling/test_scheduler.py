@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.engine_core.harness import Harness
 from tests.fakes import FakeModel, make_record, reference_tokens
 
+from pagoda_engine_core.scheduling import plan
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -463,3 +465,22 @@ def test_a_prefix_is_shared_by_requests_of_one_adapter_only() -> None:
         request = harness.add(make_record(prompt, adapter=adapter))
         harness.drain()
         assert request.cached_prompt_tokens == cached
+
+
+def test_rows_that_do_not_fit_into_one_message_come_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its parameters take counts, of each of its choices; and there is always room for one row."""
+    monkeypatch.setattr(plan, "MESSAGE_BYTES", 4000)
+    harness = Harness(max_rows=16, num_blocks=200, max_tokens_per_step=512)
+    large = {"allowed_token_ids": tuple(range(10_000, 10_300)), "max_tokens": 4}
+    records = [make_record(PROMPT[:5], n=3, **large), make_record(PROMPT[:6], **large), make_record(PROMPT[:7], n=8)]
+    records.append(make_record(PROMPT[:8], allowed_token_ids=tuple(range(10_000, 13_000)), max_tokens=4))
+    for record in records:
+        harness.add(record)
+    plans = [harness.step() for _ in range(8)]
+    harness.drain()
+    sizes = [(len(each.new_rows), len(msgspec.msgpack.encode(each))) for each in plans]
+    assert all(count == 1 or size < 5000 for count, size in sizes), sizes
+    assert max(size for _, size in sizes) > 9000
+    for record in records:
+        assert harness.clients[record.request_id].tokens == reference_tokens(record)
+    harness.check_all()
