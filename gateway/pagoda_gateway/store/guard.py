@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from pagoda_gateway.store.interface import Conflict, Page, Record, Store, Unreadable, unavailable
+from pagoda_gateway.store.interface import Conflict, Full, Page, Record, Store, Unreadable, unavailable
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-OUTCOMES = ("answered", "failed", "late", "refused")
+OUTCOMES = ("answered", "full", "failed", "late", "refused")
 
 
 class Circuit:
@@ -100,6 +100,9 @@ class GuardedStore:
         except (Conflict, ValueError, Unreadable):
             outcome = "answered"
             raise
+        except Full as error:
+            outcome, why = "full", "; ".join(error.__notes__)
+            raise
         except PagodaError as error:
             outcome, why = "failed", "; ".join(error.__notes__)
             raise
@@ -108,7 +111,7 @@ class GuardedStore:
 
     def _end(self, outcome: str, why: str) -> None:
         was_failing = self._circuit.failing
-        self._circuit.ended(self._clock(), well=None if not outcome else outcome == "answered")
+        self._circuit.ended(self._clock(), well=None if not outcome else outcome in ("answered", "full"))
         if outcome:
             self._on_outcome(outcome)
         if self._circuit.failing and not was_failing:

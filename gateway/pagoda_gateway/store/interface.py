@@ -68,6 +68,14 @@ class Unreadable(PagodaError):
         _warn(why)
 
 
+class Full(PagodaError):
+    """There is no room for what was to be written. What is there can be read, and deleted."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(ErrorCode.UNAVAILABLE, "this server has no room to keep anything more", None, 10.0)
+        self.add_note(why)
+
+
 @lru_cache(maxsize=1024)
 def _warn(why: str) -> None:
     """Once: it is come upon again and again."""
@@ -95,8 +103,9 @@ def parts_of(data: bytes) -> list[bytes]:
 
 
 class Store(Protocol):
-    """All methods raise PagodaError UNAVAILABLE where the store cannot be asked, Unreadable where something else lies
-    under the name, and ValueError for a size or a name beyond the limits above, which callers check before."""
+    """All methods raise PagodaError UNAVAILABLE where the store cannot be asked, Full where a write finds no room,
+    Unreadable where something else lies under the name, and ValueError for a size or a name beyond the limits above,
+    which callers check before."""
 
     async def get(self, collection: str, key: str) -> Record | None: ...
 

@@ -16,10 +16,10 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from pagoda_gateway.store import interface
-from pagoda_gateway.store.interface import MAX_PAGE_BYTES, Conflict, Page, Record, Unreadable, unavailable
+from pagoda_gateway.store.interface import MAX_PAGE_BYTES, Conflict, Full, Page, Record, Unreadable, unavailable
 from pagoda_proto import times
 
 PREFIX = "{pagoda}:"
@@ -149,6 +149,8 @@ class RedisStore:
                 why = f"{type(error).__name__}: {error}"
                 if isinstance(error, ResponseError) and "WRONGTYPE" in why:
                     raise Unreadable(f"{keys[0]}: {why}") from error
+                if isinstance(error, OutOfMemoryError):
+                    raise Full(why) from error
                 await self._drop_idle()
                 raise unavailable(why, times.STORE_REST_S) from error
 

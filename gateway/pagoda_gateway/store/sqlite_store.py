@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pagoda_gateway.store import interface
-from pagoda_gateway.store.interface import MAX_PAGE_BYTES, Conflict, Page, Record, unavailable
+from pagoda_gateway.store.interface import MAX_PAGE_BYTES, Conflict, Full, Page, Record, unavailable
 from pagoda_proto import times
 
 MEMORY = ":memory:"
@@ -70,7 +70,10 @@ class SqliteStore:
                     return work(connection, self._clock())
             except (sqlite3.Error, OSError) as error:
                 self._close()
-                raise unavailable(f"{type(error).__name__}: {error}", times.STORE_REST_S) from error
+                why = f"{type(error).__name__}: {error}"
+                if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+                    raise Full(why) from error
+                raise unavailable(why, times.STORE_REST_S) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, in_thread)
 

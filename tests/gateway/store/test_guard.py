@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.fakes import ManualClock
 
 from pagoda_gateway.store.guard import Circuit, GuardedStore
-from pagoda_gateway.store.interface import Conflict, unavailable
+from pagoda_gateway.store.interface import Conflict, Full, unavailable
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -95,15 +95,18 @@ async def test_failures_are_told_and_then_spared(caplog: pytest.LogCaptureFixtur
     assert caplog.messages == ["the store cannot be used: it is broken", "the store is back"]
 
 
-@pytest.mark.parametrize("error", [Conflict(), ValueError("too long")])
-async def test_a_no_is_an_answer(error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(Conflict(), "answered"), (ValueError("too long"), "answered"), (Full("no room"), "full")]
+)
+async def test_a_no_is_an_answer(error: Exception, outcome: str) -> None:
     store, outcomes = Failing(), list[str]()
     guarded = GuardedStore(store, outcomes.append)
     store.error = error
     for _ in range(2):
         with pytest.raises(type(error)):
             await guarded.length("log")
-    assert outcomes == ["answered", "answered"]
+    assert outcomes == [outcome, outcome]
+    assert not guarded.failing
 
 
 async def test_who_does_not_answer_is_not_waited_for() -> None:

@@ -15,7 +15,7 @@ from tests.faults.proxy import ChaosProxy
 from tests.gateway.store.redis_server import RedisServer, running_redis
 
 from pagoda_gateway.store.guard import GuardedStore
-from pagoda_gateway.store.interface import Conflict, Unreadable
+from pagoda_gateway.store.interface import Conflict, Full, Unreadable
 from pagoda_gateway.store.redis_store import MAX_CONNECTIONS, PREFIX, RedisStore
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -82,7 +82,9 @@ async def test_every_refusal_is_one_failure(server: RedisServer, store: RedisSto
     await store.put("things", "k", b"v")
     try:
         await admin.config_set("maxmemory", "1")
-        assert "memory" in await fails(store)
+        with pytest.raises(Full, match="no room"):
+            await store.put("things", "other", b"v")
+        assert await store.get("things", "k") is not None
         await admin.config_set("maxmemory", "0")
         await admin.replicaof("127.0.0.1", "1")
         assert "ReadOnly" in await fails(store)

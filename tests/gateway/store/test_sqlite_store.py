@@ -14,6 +14,7 @@ import pytest
 from tests.fakes import ManualClock
 
 from pagoda_gateway.store import sqlite_store
+from pagoda_gateway.store.interface import Full
 from pagoda_gateway.store.sqlite_store import FORMAT, MEMORY, SWEPT_AT_ONCE, SqliteStore
 from pagoda_proto.errors import ErrorCode, PagodaError
 
@@ -128,7 +129,7 @@ async def test_scratch_is_bounded_and_keeps_what_it_has(path: Path, monkeypatch:
     monkeypatch.setattr(sqlite_store, "MAX_SCRATCH_BYTES", 1_000_000)
     for store in (SqliteStore(MEMORY), SqliteStore(str(path), scratch=True)):
         await store.append("log", [bytes(400_000)])
-        with pytest.raises(PagodaError) as caught:
+        with pytest.raises(Full) as caught:
             await store.append("log", [bytes(800_000)])
         assert "full" in "; ".join(caught.value.__notes__)
         assert await store.length("log") == 1
