@@ -110,6 +110,13 @@ class GatewayConfig:
     keep_responses_s: float = option(
         30 * 86_400.0, "how long responses are kept, as far as the store keeps anything", least=0.1, most=1e9
     )
+    max_responses: int = option(
+        10_000, "most responses that are kept of an API key; of everybody where there is none. Beyond that the oldest"
+        " are forgotten", least=1, most=100_000,
+    )  # fmt: skip
+    max_responses_bytes: int = option(
+        64 * 1024 * 1024, "most bytes of what is kept of them together", least=1, most=2**50
+    )
     max_background_responses: int = option(256, "most responses that run in the background at once", least=1)
     keep_tickets_s: float = option(
         times.TICKET_KEPT_S,

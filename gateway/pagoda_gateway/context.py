@@ -19,6 +19,8 @@ from pagoda_gateway.keys.quota import Quotas
 from pagoda_gateway.keys.register import KeyRegister
 from pagoda_gateway.keys.usage import UsageLedger
 from pagoda_gateway.store.interface import Store
+from pagoda_gateway.store.responses import KeptResponses
+from pagoda_gateway.store.room import Held
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_gateway.store.transcripts import Transcripts
 from pagoda_gateway.text.model_text import ModelText
@@ -40,6 +42,7 @@ class GatewayContext:
     quotas: Quotas
     ledger: UsageLedger
     transcripts: Transcripts
+    responses: KeptResponses
 
     @classmethod
     def new(
@@ -71,6 +74,9 @@ class GatewayContext:
             quotas=Quotas(),
             ledger=UsageLedger(store),
             transcripts=Transcripts(store, config.keep_transcripts),
+            responses=KeptResponses(
+                store, config.keep_responses_s, Held(config.max_responses, config.max_responses_bytes)
+            ),
         )
 
     def charge_for(self, caller: Caller, model: str) -> Charge:

@@ -21,7 +21,7 @@ from pagoda_gateway.api.encoding import encoded, event
 from pagoda_gateway.api.errors import internal
 from pagoda_gateway.background.live import LiveEvents
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.dialects.responses import kept_by, telling_of, told
+from pagoda_gateway.dialects.responses import telling_of, told
 from pagoda_gateway.dialects.responses_events import AlreadyTold, Telling, Told
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.generation.job import Job
@@ -71,7 +71,7 @@ class BackgroundResponses:
 
     def __init__(self, ctx: GatewayContext) -> None:
         self._ctx = ctx
-        self._kept = kept_by(ctx)
+        self._kept = ctx.responses
         self._holder = secrets.token_hex(8)
         self._running: dict[str, _Running] = {}
         self._sweeper: asyncio.Task[None] | None = None
@@ -195,9 +195,12 @@ class BackgroundResponses:
         except Unreadable:
             return  # it keeps its claim, so that it is not tried again at once
         except PagodaError as error:
-            if error.code is not ErrorCode.NOT_FOUND:
+            if error.code is ErrorCode.UNAVAILABLE:
                 raise
-            await self._kept.drop(name)  # whoever deleted it got no further
+            if error.code is ErrorCode.NOT_FOUND:
+                await self._kept.drop(name)  # whoever deleted it got no further
+            else:
+                logger.debug("%s finds no room here, and is in nobody's way: %s", name, error)
             going = False
         except Exception:
             logger.exception("%s cannot be gone on with", name)

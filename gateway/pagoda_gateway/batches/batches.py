@@ -22,6 +22,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 BATCHES, OPEN = "batches", "open_batches"
 MAX_OPEN = MAX_PAGE_RECORDS
+MAX_OPEN_OF_ONE = MAX_OPEN // 2
 
 
 class Work(NamedTuple):
@@ -47,10 +48,14 @@ class Batches:
         self.changed = asyncio.Event()
 
     async def add(self, owner: str, batch: Batch) -> None:
-        """Raises PagodaError OVERLOADED where too many are open."""
-        if (await self.store.page(OPEN, "", limit=MAX_OPEN)).more:
+        """Raises PagodaError where too many are open: OVERLOADED, RATE_LIMITED where they are this owner's."""
+        works = await self.open()
+        if len(works) >= MAX_OPEN:
             message = f"{MAX_OPEN} batches are open here; try again when some have ended"
             raise PagodaError(ErrorCode.OVERLOADED, message, retry_after_s=60.0)
+        if sum(work.owner == owner for work in works) >= MAX_OPEN_OF_ONE:
+            message = f"{MAX_OPEN_OF_ONE} batches of yours are open; try again when some have ended"
+            raise PagodaError(ErrorCode.RATE_LIMITED, message, retry_after_s=60.0)
         # What is open is looked for, so it is there first; the claim keeps those away who would find no batch yet.
         await self.store.claim(claim_of(batch.id), batch.id, times.BATCH_LEASE_S)
         await self._put_work(owner, batch)

@@ -31,7 +31,6 @@ from pagoda_gateway.generation.prompts import ChatPrompt, Reader, at_most, work_
 from pagoda_gateway.generation.requests import check_priority, check_products, named_as_in_body, new_job, new_record
 from pagoda_gateway.generation.run import Run
 from pagoda_gateway.store.interface import Conflict
-from pagoda_gateway.store.responses import KeptResponses
 from pagoda_gateway.text.conversation import Chat
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import PagodaError
@@ -62,15 +61,11 @@ async def responses_job(ctx: GatewayContext, body: ResponsesRequest, caller: Cal
     return msgspec.structs.replace(job, owner=caller.tenant, head=_head(body, job, params), items=kept)
 
 
-def kept_by(ctx: GatewayContext) -> KeptResponses:
-    return KeptResponses(ctx.store, ctx.config.keep_responses_s)
-
-
 async def _said_before(ctx: GatewayContext, body: ResponsesRequest, caller: Caller) -> list[Item]:
     if body.previous_response_id is None:
         return []
     try:
-        return read_items(await kept_by(ctx).conversation(body.previous_response_id, caller.tenant))
+        return read_items(await ctx.responses.conversation(body.previous_response_id, caller.tenant))
     except PagodaError as error:
         error.param = "previous_response_id"
         raise
@@ -165,7 +160,7 @@ class ResponsesWriter:
 
     def __init__(self, ctx: GatewayContext, run: Run, marks: Marks | None = None) -> None:
         self._run = run
-        self._kept = kept_by(ctx)
+        self._kept = ctx.responses
         self._marks = marks
         self._told = _told_before(marks)
         self._telling = telling_of(run.job, _told_before(marks))

@@ -106,8 +106,7 @@ class RequestPool:
 
     def release(self, generation: PooledGeneration) -> None:
         """The consumer is gone. Nothing of the request stays here; the engine core is told."""
-        pooled = self._pooled(generation)
-        if pooled is not None:
+        if (pooled := self._pooled(generation)) is not None:
             self._send_abort(pooled)
             generation.request.drop()
             self._ended(pooled)
@@ -185,8 +184,7 @@ class RequestPool:
         self._attempt_over(pooled, self._clock.now())
 
     def on_accepted(self, core: Core, accepted: pb.Accepted) -> None:
-        pooled = self._current(core, accepted.request_id, accepted.attempt)
-        if pooled is not None:
+        if (pooled := self._current(core, accepted.request_id, accepted.attempt)) is not None:
             pooled.settled()
             pooled.generation.admitted.set()
             pooled.streams = range(accepted.stream, accepted.stream + pooled.request.record.task.params.n)
@@ -221,8 +219,7 @@ class RequestPool:
         return core is not None
 
     def on_migrate(self, core: Core, migrate: pb.Migrate) -> None:
-        pooled = self._current(core, migrate.request_id, migrate.attempt)
-        if pooled is not None:
+        if (pooled := self._current(core, migrate.request_id, migrate.attempt)) is not None:
             self._attempt_over(pooled, self._clock.now())
 
     def on_outputs(self, core: Core, outputs: pb.StepOutputs) -> bool:
@@ -232,20 +229,19 @@ class RequestPool:
         for number, first_index, token_id in zip(tokens.streams, tokens.first_indexes, tokens.token_ids, strict=True):
             stream = streams.get(number)
             if stream is not None:
-                with_tokens |= self._deliver(stream[0], self._on_next, stream[1], first_index, token_id, now)
+                with_tokens |= self._guarded(stream[0], self._on_next, stream[1], first_index, token_id, now)
         for message in outputs.deltas:
-            pooled = self._current(core, message.request_id, message.attempt)
-            if pooled is not None:
-                with_tokens |= self._deliver(pooled, self._on_message, message, now)
+            if (pooled := self._current(core, message.request_id, message.attempt)) is not None:
+                with_tokens |= self._guarded(pooled, self._on_message, message, now)
         if with_tokens:
             core.got_on()
         return with_tokens
 
-    def _deliver(self, pooled: PooledRequest, take: Callable[..., bool], *news: Any) -> bool:
+    def _guarded(self, pooled: PooledRequest, work: Callable[..., bool], *given: Any) -> bool:
         try:
-            return take(pooled, *news)
+            return work(pooled, *given)
         except Exception:  # about this request; the session carries others
-            logger.exception("request %s cannot take what came for it", pooled.request.record.request_id)
+            logger.exception("request %s cannot go on", pooled.request.record.request_id)
             if self._pooled(pooled.generation) is pooled:
                 self._fail(pooled, "an internal error", ErrorCode.INTERNAL)
             return False
@@ -384,19 +380,18 @@ class RequestPool:
     # Frames
 
     def _submit(self, pooled: PooledRequest, core: Core) -> None:
+        self._guarded(pooled, self._offer, core)
+
+    def _offer(self, pooled: PooledRequest, core: Core) -> bool:
         request = pooled.request
-        try:
-            resume = resume_to_pb(request.resume()) if request.attempt else None
-            submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, resume=resume)
-        except Exception:  # about this request; whoever lost or met the engine core has others to send
-            logger.exception("request %s cannot be put into a frame", request.record.request_id)
-            return self._fail(pooled, "an internal error", ErrorCode.INTERNAL)
         pooled.vocab_size = pooled.vocab_size or core.view.vocab_size
         pooled.core, pooled.sent_at = core, self._clock.now()
         core.sent += 1
         if core.send is not None:
+            resume = resume_to_pb(request.resume()) if request.attempt else None
+            submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, resume=resume)
             core.send(pb.ClientFrame(submit=submit))
-        return None
+        return True
 
     def _send_abort(self, pooled: PooledRequest, choices: tuple[int, ...] = ()) -> None:
         """Best effort: an engine core that is gone, or does not have the request yet, needs none."""

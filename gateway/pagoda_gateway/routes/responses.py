@@ -14,7 +14,7 @@ from pagoda_gateway.api.responses_schemas import ItemsQuery, ResponsesRequest, R
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.dialects.responses import RESPONSES, kept_by
+from pagoda_gateway.dialects.responses import RESPONSES
 from pagoda_gateway.http.sse import EventStream
 from pagoda_gateway.routes.body import caller_of, json_response, query_of, read_body, while_connected
 from pagoda_gateway.routes.described import JSON, endpoint
@@ -85,7 +85,7 @@ def _add_retrieve(routes: APIRouter, ctx: GatewayContext, background: Background
         caller, asked = caller_of(request), query_of(request, RetrieveQuery)
         if not asked.stream:
             return Response(await _response(ctx, background, response_id, caller), media_type=JSON)
-        _, kept = await kept_by(ctx).find(response_id, caller.tenant)
+        _, kept = await ctx.responses.find(response_id, caller.tenant)
         if not kept.streamed:
             message = "only a response that was made with background: true and stream: true can be streamed again"
             raise InvalidParams([Problem("stream", message)])
@@ -96,7 +96,7 @@ def _add_retrieve(routes: APIRouter, ctx: GatewayContext, background: Background
 def _add_cancel(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses) -> None:
     @endpoint(routes, f"{ONE}/cancel", "End a response that runs in the background", ResponseAnswer, method="POST")
     async def cancel(request: Request, response_id: str) -> Response:
-        caller, kept = caller_of(request), kept_by(ctx)
+        caller, kept = caller_of(request), ctx.responses
         if not (await kept.find(response_id, caller.tenant))[1].background:
             raise InvalidParams([Problem("response_id", "only a response in the background can be cancelled")])
         await kept.cancel(response_id, caller.tenant)
@@ -107,7 +107,7 @@ def _add_cancel(routes: APIRouter, ctx: GatewayContext, background: BackgroundRe
 def _add_delete(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses) -> None:
     @endpoint(routes, ONE, "Forget a response", DeletedResponse, method="DELETE")
     async def delete(request: Request, response_id: str) -> Response:
-        caller, kept = caller_of(request), kept_by(ctx)
+        caller, kept = caller_of(request), ctx.responses
         await kept.cancel(response_id, caller.tenant)
         await background.cancelled(response_id)
         await kept.delete(response_id, caller.tenant)
@@ -117,7 +117,7 @@ def _add_delete(routes: APIRouter, ctx: GatewayContext, background: BackgroundRe
 def _add_input_items(routes: APIRouter, ctx: GatewayContext) -> None:
     @endpoint(routes, f"{ONE}/input_items", "What a response was asked, the conversation before it too", InputItems)
     async def input_items(request: Request, response_id: str) -> Response:
-        asked, kept = query_of(request, ItemsQuery), kept_by(ctx)
+        asked, kept = query_of(request, ItemsQuery), ctx.responses
         await kept.find(response_id, caller_of(request).tenant)
         items = _listed(await kept.items(response_id))
         items = items if asked.order == "asc" else items[::-1]
@@ -133,12 +133,12 @@ def _add_input_items(routes: APIRouter, ctx: GatewayContext) -> None:
 async def _response(ctx: GatewayContext, background: BackgroundResponses, name: str, caller: Caller) -> bytes:
     """As it is now."""
     for _ in range(2):  # again where it has ended meanwhile
-        _, kept = await kept_by(ctx).find(name, caller.tenant)
+        _, kept = await ctx.responses.find(name, caller.tenant)
         if kept.ended:
-            return await kept_by(ctx).response(name)
+            return await ctx.responses.response(name)
         if (here := background.snapshot(name)) is not None:
             return here
-        if (begun := await kept_by(ctx).begun(name, kept)) is not None:
+        if (begun := await ctx.responses.begun(name, kept)) is not None:
             return encoded(begun)
     raise not_found(name)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -17,13 +18,17 @@ import msgspec
 from pagoda_gateway.store.interface import (
     ABSENT,
     MAX_APPEND_BYTES,
+    MAX_PAGE_RECORDS,
     MAX_PART_BYTES,
     Conflict,
     Record,
     Store,
+    Unreadable,
     decoded,
     parts_of,
 )
+from pagoda_gateway.store.room import NOTHING, Held, Room
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 RESPONSES = "responses"
@@ -32,16 +37,19 @@ ITEMS, OUTPUT, EVENTS, LARGE, JOB = "items", "object", "events", "large", "job"
 LOGS = (ITEMS, OUTPUT, EVENTS, LARGE, JOB)
 PARTS_PER_APPEND = MAX_APPEND_BYTES // MAX_PART_BYTES
 PAGE = 100
+ROOMY = Held(2**31, 2**50)
 _NAME = re.compile(r"resp_[0-9a-f]{32}")
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The value of a record. `ended`: its object is there; `cancelled`: somebody wants it to end."""
+    """The value of a record. `ended`: its object is there; `cancelled`: somebody wants it to end. `num_bytes`: what
+    lies beside it, as far as that was known when it was written."""
 
     background: bool = False
     streamed: bool = False
     ended: bool = False
     cancelled: bool = False
+    num_bytes: int = 0
 
 
 class _Headed(msgspec.Struct, frozen=True):
@@ -59,9 +67,12 @@ class _Answered(msgspec.Struct, frozen=True):
 class KeptResponses:
     """Of one store, whose errors it raises; NOT_FOUND for a response that `owner` has not."""
 
-    def __init__(self, store: Store, keep_s: float) -> None:
+    what = "responses"
+
+    def __init__(self, store: Store, keep_s: float, most: Held = ROOMY) -> None:
         self._store = store
         self._keep_s = keep_s
+        self._room = Room(self, *most)
 
     async def find(self, name: str, owner: str) -> tuple[Record, Kept]:
         record = await self._store.get(RESPONSES, name) if _NAME.fullmatch(name) else None
@@ -71,7 +82,9 @@ class KeptResponses:
 
     async def finished(self, name: str, owner: str, items: bytes, response: bytes) -> None:
         """Keep one that has ended, unless it is kept. One that is told again may find what a gateway had written when
-        it died. Conflict says that somebody else is at it."""
+        it died. Conflict says that somebody else is at it; RATE_LIMITED and REQUEST_TOO_LARGE, that there is no room.
+        """
+        await self._room.take(owner, len(items) + len(response))
         try:
             await self._write_ended(name, owner, items, response)
         except Conflict:
@@ -84,13 +97,15 @@ class KeptResponses:
     async def _write_ended(self, name: str, owner: str, items: bytes, response: bytes) -> None:
         await self._write(name, ITEMS, items)
         await self._write(name, OUTPUT, response)
-        await self._put(name, owner, Kept(ended=True), ABSENT)
+        await self._put(name, owner, Kept(ended=True, num_bytes=len(items) + len(response)), ABSENT)
 
     async def begin(self, name: str, owner: str, items: bytes, job: bytes, *, streamed: bool) -> int:
-        """Keep one that is to run in the background; the version of its record."""
+        """Keep one that is to run in the background; the version of its record. Raises PagodaError as `finished`."""
+        await self._room.take(owner, len(items) + len(job))
         await self._write(name, ITEMS, items)
         await self._write(name, JOB, job)
-        version = await self._put(name, owner, Kept(background=True, streamed=streamed), ABSENT)
+        kept = Kept(background=True, streamed=streamed, num_bytes=len(items) + len(job))
+        version = await self._put(name, owner, kept, ABSENT)
         await self._store.put(UNFINISHED, name, owner.encode(), expires_at=self._expiry())
         return version
 
@@ -98,7 +113,8 @@ class KeptResponses:
         """Raises Conflict when the record is not that one any more."""
         await self._store.drop(_log(record.key, OUTPUT))
         await self._write(record.key, OUTPUT, response)
-        ended = msgspec.structs.replace(kept, ended=True)
+        told = sum([len(event) async for event in self.events(record.key)])
+        ended = msgspec.structs.replace(kept, ended=True, num_bytes=kept.num_bytes + len(response) + told)
         await self._put(record.key, record.owner, ended, record.version)
         await self.close(record.key)
 
@@ -197,6 +213,42 @@ class KeptResponses:
             for record in page.records:
                 after = record.position
                 yield record.key, record.value.decode(errors="replace")
+            if not page.more:
+                return
+
+    async def held_by(self, owner: str) -> Held:
+        held = NOTHING
+        async for _, kept in self._oldest_first(owner):
+            held = held.plus(Held(1, kept.num_bytes))
+        return held
+
+    async def forget_oldest(self, owner: str, needed: Held, spare: Held) -> tuple[Held, float]:
+        """See `Keeps`. Those that have not ended stay."""
+        going, room = list[tuple[Record, Kept]](), NOTHING
+        async for record, kept in self._oldest_first(owner):
+            if needed.plus(spare).within(room):
+                break
+            if kept.ended:
+                going.append((record, kept))
+                room = room.plus(Held(1, kept.num_bytes))
+        gone = NOTHING
+        if needed.within(room):
+            for record, kept in going:
+                if await self._store.delete(RESPONSES, record.key):
+                    gone = gone.plus(Held(1, kept.num_bytes))
+                await self.drop(record.key)
+        return gone, 0.0 if needed.within(room) else times.TICKET_RESTS_S
+
+    async def _oldest_first(self, owner: str) -> AsyncIterator[tuple[Record, Kept]]:
+        """What cannot be read counts as one that takes nothing, and stays."""
+        after = None
+        while True:
+            page = await self._store.page(RESPONSES, owner, limit=MAX_PAGE_RECORDS, after=after, newest_first=False)
+            for record in page.records:
+                after, kept = record.position, Kept()
+                with suppress(Unreadable):
+                    kept = decoded(record.key, record.value, Kept)
+                yield record, kept
             if not page.more:
                 return
 

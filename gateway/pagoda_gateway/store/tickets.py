@@ -32,6 +32,7 @@ from pagoda_gateway.store.interface import (
     decoded,
     parts_of,
 )
+from pagoda_gateway.store.room import NOTHING, Held
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
@@ -41,22 +42,6 @@ HANDED = "ticket_tapes"
 FORGOTTEN = "forgotten_tickets"
 NAME_PREFIX = "stream_"
 OTHERS = 64  # that may be forgotten, too, are looked for, as another gateway may forget the first ones at the same time
-
-
-class Held(NamedTuple):
-    """What an owner has of them together."""
-
-    number: int
-    num_bytes: int
-
-    def plus(self, other: Held) -> Held:
-        return Held(self.number + other.number, self.num_bytes + other.num_bytes)
-
-    def within(self, other: Held) -> bool:
-        return self.number <= other.number and self.num_bytes <= other.num_bytes
-
-
-NOTHING = Held(0, 0)
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -121,6 +106,8 @@ def not_found(name: str) -> PagodaError:
 
 class KeptTickets:
     """Of one store, whose errors it raises."""
+
+    what = "requests with an Idempotency-Key"
 
     def __init__(self, store: Store, keep_s: float) -> None:
         self._store = store
@@ -247,12 +234,7 @@ class KeptTickets:
         return held
 
     async def forget_oldest(self, owner: str, needed: Held, spare: Held) -> tuple[Held, float]:
-        """Delete what nobody is likely to ask for again, the oldest first, if that makes the room that is needed; and
-        up to as much to spare.
-
-        Returns:
-            What was deleted; and where that is nothing, in how many seconds there might be room, at the soonest.
-        """
+        """See `Keeps`."""
         going: list[Found] = []
         others = 0
         room, soon, now = NOTHING, list[tuple[float, Held]](), time.time()

@@ -29,10 +29,10 @@ from pagoda_gateway.generation.tape import Tape
 from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.store.interface import MAX_APPEND_BYTES, MAX_VALUE_BYTES, Conflict, decoded
 from pagoda_gateway.store.opening import is_lasting
+from pagoda_gateway.store.room import Room
 from pagoda_gateway.store.tickets import Found, KeptTickets, Ticket, check_job, not_found
 from pagoda_gateway.tickets.live import Live
 from pagoda_gateway.tickets.naming import Named, Opened, Reader
-from pagoda_gateway.tickets.room import TicketRoom
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
@@ -58,7 +58,7 @@ class Tickets:
         self._ctx = ctx
         self._on_read = on_read
         self._kept = KeptTickets(ctx.store, ctx.config.keep_tickets_s)
-        self._room = TicketRoom(self._kept, ctx.config.max_tickets, ctx.config.max_tickets_bytes)
+        self._room = Room(self._kept, ctx.config.max_tickets, ctx.config.max_tickets_bytes)
         self._holder = secrets.token_hex(8)
         self._live: dict[str, Live] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # each until its last write, which comes when it lives no more

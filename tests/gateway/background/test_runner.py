@@ -21,9 +21,11 @@ from pagoda_gateway.api.encoding import event
 from pagoda_gateway.api.responses_schemas import ResponsesRequest
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.clients import NOBODY
-from pagoda_gateway.dialects.responses import kept_by, responses_job
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects.responses import responses_job
+from pagoda_gateway.generation.job import Job
 from pagoda_gateway.store.interface import Store, unavailable
-from pagoda_gateway.store.responses import RESPONSES, UNFINISHED
+from pagoda_gateway.store.responses import RESPONSES, UNFINISHED, KeptResponses
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import RequestRecord
@@ -78,6 +80,10 @@ def text_of(answer: dict[str, Any]) -> str:
     return "".join(part["text"] for item in answer["output"] for part in item["content"])
 
 
+def keeping_in(context: GatewayContext, store: Store) -> GatewayContext:
+    return replace(context, store=store, responses=KeptResponses(store, 3600.0))
+
+
 async def test_it_answers_at_once_and_has_its_answer_later(tmp_path: Path) -> None:
     async with running(make_gateway(tmp_path)) as gateway:
         go = held_up(gateway, 2)
@@ -113,7 +119,7 @@ async def test_another_gateway_goes_on_with_it(tmp_path: Path) -> None:
     async with running(first):
         name = (await begin_stream(first, 6))["response"]["id"]
     second = make_gateway(tmp_path)
-    second.context = replace(second.context, store=first.context.store)
+    second.context = keeping_in(second.context, first.context.store)
     other = BackgroundResponses(second.context)
     second.engine.script = play(second.ids(TEXT), batch=2)
     other.start()
@@ -214,7 +220,7 @@ async def test_a_store_that_fails_now_and_then_costs_no_event(tmp_path: Path, mo
     monkeypatch.setattr(times, "RESPONSE_WRITE_S", 0.0)
     monkeypatch.setattr(times, "STORE_REST_S", 0.01)
     gateway = make_gateway(tmp_path)
-    gateway.context = replace(gateway.context, store=cast(Store, Failing(gateway.context.store)))
+    gateway.context = keeping_in(gateway.context, cast(Store, Failing(gateway.context.store)))
     background = BackgroundResponses(gateway.context)
     gateway.engine.script = play(gateway.ids(TEXT))
     body = ResponsesRequest.model_validate(ASK | {"stream": True})
@@ -223,7 +229,7 @@ async def test_a_store_that_fails_now_and_then_costs_no_event(tmp_path: Path, mo
     told = events_of(b"".join([one async for one in background.follow(job.id, "", 0)]).decode())
     assert told[0]["sequence_number"] == 0
     assert "".join(one["delta"] for one in told if "delta" in one) == TEXT
-    kept = b"".join([one async for one in kept_by(gateway.context).events(job.id)])
+    kept = b"".join([one async for one in gateway.context.responses.events(job.id)])
     assert events_of(kept.decode()) == told
     await background.aclose()
 
@@ -233,7 +239,7 @@ class Other:
 
     def __init__(self, root: Path, first: Gateway) -> None:
         self.gateway = make_gateway(root / "other")
-        self.gateway.context = replace(self.gateway.context, store=first.context.store)
+        self.gateway.context = keeping_in(self.gateway.context, first.context.store)
         self.gateway.engine.script = play(self.gateway.ids(TEXT))
         self.background = BackgroundResponses(self.gateway.context)
 
@@ -241,7 +247,7 @@ class Other:
     async def having_swept(self, name: str) -> AsyncIterator[dict[str, Any]]:
         """Until the response has ended; what it is then."""
         self.background.start()
-        kept = kept_by(self.gateway.context)
+        kept = self.gateway.context.responses
         try:
             async with asyncio.timeout(60):
                 while not (await kept.find(name, ""))[1].ended:  # noqa: ASYNC110
@@ -256,7 +262,7 @@ async def test_one_that_was_to_be_cancelled_is_not_run_by_the_next_gateway(tmp_p
     held_up(first, 3)
     async with running(first):
         name = (await begin_stream(first, 6))["response"]["id"]
-    await kept_by(first.context).cancel(name, "")
+    await first.context.responses.cancel(name, "")
     other = Other(tmp_path, first)
     async with other.having_swept(name) as response:
         assert response["status"] == "cancelled"
@@ -266,13 +272,31 @@ async def test_one_that_was_to_be_cancelled_is_not_run_by_the_next_gateway(tmp_p
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 
+async def test_one_that_finds_no_room_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make_gateway(tmp_path)
+    held_up(first, 3)
+    async with running(first):
+        names = [(await begin(first))["id"] for _ in range(2)]
+    other, add = Other(tmp_path, first), BackgroundResponses._add
+
+    def full(self: BackgroundResponses, job: Job, known: Any) -> Any:
+        if job.id == names[0]:
+            raise PagodaError(ErrorCode.OVERLOADED, "no memory")
+        return add(self, job, known)
+
+    monkeypatch.setattr(BackgroundResponses, "_add", full)
+    async with other.having_swept(names[1]) as response:
+        assert text_of(response) == TEXT
+        assert await other.gateway.context.responses.claim(names[0], "whoever has room", 1.0)
+
+
 async def test_one_whose_end_was_told_has_that_end(tmp_path: Path) -> None:
     """Its gateway died between the last event and the response."""
     first = make_gateway(tmp_path)
     held_up(first, 3)
     async with running(first):
         name = (await begin_stream(first, 6))["response"]["id"]
-    kept = kept_by(first.context)
+    kept = first.context.responses
     told, count = {"id": name, "status": "completed", "completed_at": 7, "output": []}, await kept.num_events(name)
     last = {"type": "response.completed", "sequence_number": count, "response": told}
     await kept.add_events(name, [event(last, last["type"])], count)
@@ -287,7 +311,7 @@ async def test_one_that_was_half_deleted_is_not_run_for_ever(tmp_path: Path) -> 
     held_up(first, 3)
     async with running(first):
         name = (await begin_stream(first, 6))["response"]["id"]
-    store, kept = first.context.store, kept_by(first.context)
+    store, kept = first.context.store, first.context.responses
     await store.delete("responses", name)
     other = Other(tmp_path, first)
     other.background.start()
@@ -324,7 +348,7 @@ async def held_store(root: Path) -> tuple[Gateway, Held, BackgroundResponses, st
     """A response runs, and stops before its end."""
     gateway = make_gateway(root)
     store = Held(gateway.context.store)
-    gateway.context = replace(gateway.context, store=cast(Store, store))
+    gateway.context = keeping_in(gateway.context, cast(Store, store))
     background = BackgroundResponses(gateway.context)
     job = await responses_job(gateway.context, ResponsesRequest.model_validate(ASK), NOBODY)
     held_up(gateway, 2)
@@ -336,7 +360,7 @@ async def held_store(root: Path) -> tuple[Gateway, Held, BackgroundResponses, st
 
 async def test_its_end_is_not_disturbed_by_who_cancels_it_again(tmp_path: Path) -> None:
     gateway, store, background, name = await held_store(tmp_path)
-    kept = kept_by(gateway.context)
+    kept = gateway.context.responses
     await kept.cancel(name, "")
     cancels = [asyncio.create_task(background.cancelled(name))]
     await store.ending.wait()
@@ -355,7 +379,7 @@ async def test_one_that_is_marked_elsewhere_before_its_end_does_not_complete(tmp
         go = held_up(gateway, 2)
         name = (await begin(gateway))["id"]
         await gateway.engine.submitted.wait()
-        await kept_by(gateway.context).cancel(name, "")
+        await gateway.context.responses.cancel(name, "")
         go.set()
         assert text_of(await until(gateway, name, "cancelled")) == TEXT
 

@@ -62,11 +62,15 @@ async def test_what_has_ended_is_kept_for_a_while(batches: Batches) -> None:
 
 
 async def test_open_batches_are_bounded(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_OPEN", 2)
-    for _ in range(3):
-        first = await added(batches)
-    with pytest.raises(PagodaError) as caught:
+    monkeypatch.setattr(module, "MAX_OPEN", 3)
+    monkeypatch.setattr(module, "MAX_OPEN_OF_ONE", 2)
+    first, _ = await added(batches), await added(batches)
+    with pytest.raises(PagodaError, match="2 batches of yours") as caught:
         await added(batches)
+    assert caught.value.code is ErrorCode.RATE_LIMITED
+    await added(batches, "you")
+    with pytest.raises(PagodaError, match="3 batches are open") as caught:
+        await added(batches, "somebody")
     assert caught.value.code is ErrorCode.OVERLOADED
     await batches.close(first.id)
     await added(batches)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import pytest
 
 from pagoda_gateway.store.interface import MAX_PART_BYTES, Conflict
 from pagoda_gateway.store.responses import PAGE, KeptResponses
+from pagoda_gateway.store.room import Held
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_proto.errors import ErrorCode, PagodaError
 
@@ -55,3 +57,51 @@ async def test_what_is_left_of_one_that_expires_is_not_found(store: SqliteStore)
         with pytest.raises(PagodaError) as caught:
             await reading
         assert caught.value.code is ErrorCode.NOT_FOUND
+
+
+def name_of(number: int) -> str:
+    return f"resp_{number:032x}"
+
+
+async def there(kept: KeptResponses, count: int, owner: str = "me") -> list[int]:
+    """The numbers of those that are kept."""
+    found = []
+    for number in range(count):
+        with suppress(PagodaError):
+            await kept.find(name_of(number), owner)
+            found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("most", [Held(4, 10**9), Held(10**6, 410)])
+async def test_the_oldest_that_ended_make_room_and_others_stay(store: SqliteStore, most: Held) -> None:
+    kept = KeptResponses(store, 3600.0, most)
+    await kept.begin(name_of(0), "me", b"[]", b"j" * 98, streamed=False)
+    await kept.finished(name_of(1), "other", b"[]", b"r" * 98)
+    for number in range(2, 8):
+        await kept.finished(name_of(number), "me", b"[]", b"r" * 98)
+    assert await there(kept, 8) == [0, 5, 6, 7], "what runs is forgotten by nobody"
+    assert await there(kept, 8, "other") == [1]
+    assert await store.length(f"response/{name_of(4)}/object") == 0
+    assert await kept.held_by("me") == Held(4, 400)
+
+
+async def test_what_runs_leaves_no_room_to_be_made(store: SqliteStore) -> None:
+    kept = KeptResponses(store, 3600.0, Held(2, 1000))
+    for number in range(2):
+        await kept.begin(name_of(number), "me", b"[]", b"{}", streamed=False)
+    with pytest.raises(PagodaError, match="2 responses of 1000 bytes together are kept for a key at most") as caught:
+        await kept.finished(name_of(2), "me", b"[]", b"{}")
+    assert caught.value.code is ErrorCode.RATE_LIMITED
+    with pytest.raises(PagodaError, match="may take 1000 bytes") as caught:
+        await kept.finished(name_of(2), "me", b"[]", b"x" * 1000)
+    assert caught.value.code is ErrorCode.REQUEST_TOO_LARGE
+
+
+async def test_events_of_one_that_ran_in_the_background_count(store: SqliteStore) -> None:
+    kept = KeptResponses(store, 3600.0)
+    await kept.begin(NAME, "me", b"[]", b"{}", streamed=True)
+    await kept.add_events(NAME, [event(1, 50), event(2, 70)], 0)
+    record, begun = await kept.find(NAME, "me")
+    await kept.end(record, begun, b"{}")
+    assert await kept.held_by("me") == Held(1, len(event(1, 50)) + len(event(2, 70)) + 6)

@@ -1,4 +1,4 @@
-"""What a tenant's tickets may take: counted in the store now and then, and in between by what was added here.
+"""What may be kept of a tenant, of one kind: counted in the store now and then, and in between by what was added here.
 
 Where there is no room for one more, the oldest are forgotten that nobody is likely to ask for again; and where that
 makes none, nothing is, and nobody tries again for a while. Several gateways may each add what there is room for in
@@ -12,14 +12,48 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
-from pagoda_gateway.store.tickets import NOTHING, Held, KeptTickets
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 MAX_TENANTS = 4096  # that are remembered
 SPARE = 256  # of so many parts one more is made room at a time, so that not every request has to
 TRIES = 5  # as other gateways may forget the same ones at the same time
+
+
+class Held(NamedTuple):
+    """What an owner has of them together."""
+
+    number: int
+    num_bytes: int
+
+    def plus(self, other: Held) -> Held:
+        return Held(self.number + other.number, self.num_bytes + other.num_bytes)
+
+    def within(self, other: Held) -> bool:
+        return self.number <= other.number and self.num_bytes <= other.num_bytes
+
+
+NOTHING = Held(0, 0)
+
+
+class Keeps(Protocol):
+    """`what`: how clients call several of them."""
+
+    @property
+    def what(self) -> str: ...
+
+    async def held_by(self, owner: str) -> Held: ...
+
+    async def forget_oldest(self, owner: str, needed: Held, spare: Held) -> tuple[Held, float]:
+        """Delete what nobody is likely to ask for again, the oldest first, if that makes the room that is needed; and
+        up to as much to spare.
+
+        Returns:
+            What was deleted; and where that is nothing, in how many seconds there might be room, at the soonest.
+        """
+        ...
 
 
 @dataclass
@@ -34,9 +68,9 @@ class Tenant:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class TicketRoom:
+class Room:
     def __init__(
-        self, kept: KeptTickets, max_number: int, max_bytes: int, clock: Callable[[], float] = time.monotonic
+        self, kept: Keeps, max_number: int, max_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._kept = kept
         self._most = Held(max_number, max_bytes)
@@ -48,9 +82,7 @@ class TicketRoom:
         never is, what the store raises."""
         tenant, added = self._tenant(owner), Held(number, num_bytes)
         if num_bytes > self._most.num_bytes:
-            message = (
-                f"a request with an Idempotency-Key may take {self._most.num_bytes} bytes; this one takes {num_bytes}"
-            )
+            message = f"{self._kept.what} may take {self._most.num_bytes} bytes; this one takes {num_bytes}"
             raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, message)
         async with tenant.lock:
             if self._clock() - tenant.counted_at >= times.TICKETS_FRESH_S:
@@ -88,6 +120,6 @@ class TicketRoom:
             tenant.held, tenant.counted_at = await self._kept.held_by(owner), self._clock()
             if self._lacking(tenant, added) == NOTHING:
                 return  # another gateway forgot the same ones, or it was not as it was thought to be
-        what = f"{self._most.number} requests with an Idempotency-Key of {self._most.num_bytes} bytes together"
+        what = f"{self._most.number} {self._kept.what} of {self._most.num_bytes} bytes together"
         message = f"{what} are kept for a key at most, and those that are kept run or have only just ended"
         raise PagodaError(ErrorCode.RATE_LIMITED, message, retry_after_s=max(1.0, tenant.room_at - self._clock()))

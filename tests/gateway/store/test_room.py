@@ -15,9 +15,9 @@ from tests.gateway.tickets.test_tickets import shared
 
 from pagoda_gateway.store.interface import Store
 from pagoda_gateway.store.redis_store import RedisStore
+from pagoda_gateway.store.room import NOTHING, Held, Room
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
-from pagoda_gateway.store.tickets import JOBS, NOTHING, Found, Held, KeptTickets, Ticket
-from pagoda_gateway.tickets.room import TicketRoom
+from pagoda_gateway.store.tickets import JOBS, Found, KeptTickets, Ticket
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
@@ -57,7 +57,7 @@ async def fill(
     return found
 
 
-async def refused(room: TicketRoom, num_bytes: int = 1) -> PagodaError:
+async def refused(room: Room, num_bytes: int = 1) -> PagodaError:
     with pytest.raises(PagodaError) as caught:
         await room.take("", num_bytes)
     return caught.value
@@ -68,7 +68,7 @@ async def test_the_oldest_go_and_with_them_all_that_there_is_of_them() -> None:
         kept = KeptTickets(store, KEPT_S)
         await fill(kept, 4)
         await store.append("ticket/old0/answer", [b"answer"], index=0)
-        await TicketRoom(kept, 4, 10**9).take("", 1)
+        await Room(kept, 4, 10**9).take("", 1)
         await kept.aclose()
         assert [await kept.find(f"stream_old{i}", "") is None for i in range(4)] == [True, False, False, False]
         assert await store.get(JOBS, "old0") is None
@@ -79,7 +79,7 @@ async def test_what_never_fits_is_refused_and_forgets_nothing() -> None:
     async with shared() as store:
         kept = KeptTickets(store, KEPT_S)
         await fill(kept, 20)
-        assert (await refused(TicketRoom(kept, 1000, 4000), 5000)).code is ErrorCode.REQUEST_TOO_LARGE
+        assert (await refused(Room(kept, 1000, 4000), 5000)).code is ErrorCode.REQUEST_TOO_LARGE
         assert (await kept.held_by("")).number == 20
 
 
@@ -88,7 +88,7 @@ async def test_where_too_little_would_go_nothing_does() -> None:
         kept = KeptTickets(store, KEPT_S)
         await fill(kept, 5, num_bytes=100)
         await fill(kept, 5, "run", num_bytes=700, ago_s=0.0)
-        assert (await refused(TicketRoom(kept, 1000, 4000), 900)).code is ErrorCode.RATE_LIMITED
+        assert (await refused(Room(kept, 1000, 4000), 900)).code is ErrorCode.RATE_LIMITED
         assert (await kept.held_by("")).number == 10
 
 
@@ -99,7 +99,7 @@ async def test_the_wait_is_until_enough_has_rested(ago_s: tuple[float, float], l
         kept = KeptTickets(store, KEPT_S)
         for i, ago in enumerate(ago_s):
             await fill(kept, 1, f"t{i}", num_bytes=400, ago_s=ago)
-        wait_s = (await refused(TicketRoom(kept, 10, 1000), 900)).retry_after_s
+        wait_s = (await refused(Room(kept, 10, 1000), 900)).retry_after_s
         assert wait_s is not None
         assert least_s <= wait_s <= most_s
 
@@ -118,7 +118,7 @@ async def test_who_is_refused_does_not_look_again_for_a_while() -> None:
         store, now = Watched(raw), [0.0]
         kept = KeptTickets(store, KEPT_S)
         await fill(kept, 3, ago_s=0.0)
-        room = TicketRoom(kept, 3, 10**9, lambda: now[0])
+        room = Room(kept, 3, 10**9, lambda: now[0])
         await refused(room)
         store.calls.clear()
         for _ in range(20):
@@ -151,7 +151,7 @@ async def test_who_leaves_in_the_midst_of_it_leaves_no_answers_behind() -> None:
         kept = KeptTickets(store, KEPT_S)
         for found in await fill(kept, 8):
             await raw.append(f"ticket/{found.ticket.job_id}/answer", [b"answer"], index=0)
-        room, deleting = TicketRoom(kept, 4, 10**9), asyncio.Event()
+        room, deleting = Room(kept, 4, 10**9), asyncio.Event()
 
         async def for_long() -> None:
             deleting.set()
@@ -171,7 +171,7 @@ async def test_who_leaves_in_the_midst_of_it_leaves_no_answers_behind() -> None:
 
 async def test_those_who_wait_for_a_store_that_hangs_can_leave() -> None:
     store = FlakyStore()
-    room = TicketRoom(KeptTickets(store, KEPT_S), 4, 10**9)
+    room = Room(KeptTickets(store, KEPT_S), 4, 10**9)
     store.answers.clear()
     takes = [asyncio.create_task(room.take("", 1)) for _ in range(3)]
     await store.asked.wait()
@@ -190,7 +190,7 @@ async def test_two_gateways_make_room_at_the_same_time(tmp_path: Path, kind: str
         stores = [SqliteStore(f"{tmp_path}/s.db") if kind == "sqlite" else RedisStore(server.address) for _ in "12"]
         kepts = [KeptTickets(store, KEPT_S) for store in stores]
         await fill(kepts[0], 100)
-        rooms = [TicketRoom(kept, 100, 10**9) for kept in kepts]
+        rooms = [Room(kept, 100, 10**9) for kept in kepts]
 
         async def ask(i: int) -> None:
             await rooms[i % 2].take("", 5)
@@ -211,7 +211,7 @@ async def test_beyond_the_number_an_answer_still_has_room() -> None:
     store = SqliteStore(MEMORY)
     kept = KeptTickets(store, KEPT_S)
     await fill(kept, 4, ago_s=0.0)
-    room = TicketRoom(kept, 2, 10**9)
+    room = Room(kept, 2, 10**9)
     await room.take("", 100, number=0)
     assert (await refused(room)).code is ErrorCode.RATE_LIMITED
     await store.aclose()
