@@ -34,7 +34,7 @@ def router(ctx: GatewayContext, background: BackgroundResponses, tickets: Ticket
     _add_create(routes, ctx, background, tickets)
     _add_retrieve(routes, ctx, background)
     _add_cancel(routes, ctx, background)
-    _add_delete(routes, ctx, background)
+    _add_delete(routes, ctx, background, tickets)
     _add_input_items(routes, ctx)
     return routes
 
@@ -104,12 +104,13 @@ def _add_cancel(routes: APIRouter, ctx: GatewayContext, background: BackgroundRe
         return Response(await _response(ctx, background, response_id, caller), media_type=JSON)
 
 
-def _add_delete(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses) -> None:
+def _add_delete(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses, tickets: Tickets) -> None:
     @endpoint(routes, ONE, "Forget a response", DeletedResponse, method="DELETE")
     async def delete(request: Request, response_id: str) -> Response:
         caller, kept = caller_of(request), ctx.responses
         await kept.cancel(response_id, caller.tenant)
         await background.cancelled(response_id)
+        await tickets.forget_job(response_id, caller.tenant)  # first, as it would have it kept again
         await kept.delete(response_id, caller.tenant)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 

@@ -120,6 +120,13 @@ class KeptTickets:
             return None
         return Found(record, decoded(name, record.value, Ticket))
 
+    async def of_job(self, job_id: str, owner: str) -> Found | None:
+        """Looked for among all that the owner has."""
+        async for record, ticket in self._oldest_first(owner):
+            if ticket is not None and ticket.job_id == job_id:
+                return Found(record, ticket)
+        return None
+
     async def begin(self, name: str, owner: str, ticket: Ticket, job: bytes) -> Found:
         """Raises Conflict where there is one of this name."""
         expires_at = time.time() + self._keep_s
@@ -239,9 +246,12 @@ class KeptTickets:
         others = 0
         room, soon, now = NOTHING, list[tuple[float, Held]](), time.time()
         async for record, ticket in self._oldest_first(owner):
-            if ticket is None or (wait_s := ticket.rests_s(now)) == math.inf:
+            if ticket is None:
                 continue
-            if wait_s > 0.0:
+            wait_s = ticket.rests_s(now)
+            if wait_s == math.inf and not await self._is_nobodys(Found(record, ticket)):
+                continue
+            if 0.0 < wait_s < math.inf:
                 soon.append((wait_s, ticket.held))
                 continue
             going.append(Found(record, ticket))
@@ -255,6 +265,13 @@ class KeptTickets:
             if needed.within(room):
                 return NOTHING, wait_s
         return NOTHING, times.TICKET_RESTS_S
+
+    async def _is_nobodys(self, found: Found) -> bool:
+        """Whether it has ended without a word: its gateway was killed, or never came to run it."""
+        if self.age_s(found) < times.TICKET_LEASE_S or not await self.claim(found.name, "nobody", 1.0):
+            return False
+        await self.release(found.name, "nobody")
+        return True
 
     async def _let_go_of(self, several: list[Found], enough: Held) -> Held:
         """As many of those that are as they were found as make it enough. What else there is of them goes when nobody

@@ -192,6 +192,11 @@ class Tickets:
         if (live := self._live.get(found.name)) is not None:
             live.stop(PagodaError(ErrorCode.CANCELLED, "the stream was deleted"))
 
+    async def forget_job(self, job_id: str, owner: str) -> None:
+        """The ticket that it has, if it has one."""
+        if (found := await self._kept.of_job(job_id, owner)) is not None:
+            await self.forget(found)
+
     # Who reads
 
     @asynccontextmanager

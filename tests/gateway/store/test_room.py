@@ -215,3 +215,15 @@ async def test_beyond_the_number_an_answer_still_has_room() -> None:
     await room.take("", 100, number=0)
     assert (await refused(room)).code is ErrorCode.RATE_LIMITED
     await store.aclose()
+
+
+async def test_what_its_gateway_left_without_a_word_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with shared() as store:
+        kept = KeptTickets(store, KEPT_S)
+        left = await fill(kept, 3, ago_s=0.0)
+        await kept.claim(left[0].name, "who runs it", 10**6)
+        later = time.time() + times.TICKET_LEASE_S + 1
+        monkeypatch.setattr(time, "time", lambda: later)
+        await Room(kept, 3, 10**9).take("", 1)
+        found = [await kept.find(one.name, "") for one in left]
+        assert [one is not None for one in found] == [True, False, True]

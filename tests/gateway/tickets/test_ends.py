@@ -9,9 +9,23 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.gateway.tickets.test_tickets import ASK, TEXT, held_up, post, running
+from tests.gateway.fakes_engine import MODEL
+from tests.gateway.tickets.test_tickets import ASK, RESPONSES, TEXT, held_up, post, running
 
 from pagoda_gateway.store.tickets import KeptTickets
+
+
+async def test_a_response_that_is_deleted_is_not_told_again_under_its_key(tmp_path: Path) -> None:
+    ask = {"model": MODEL, "input": "hi"}
+    async with running(tmp_path) as gateway:
+        first = (await post(gateway, ask)).json()
+        assert (await post(gateway, ask)).json()["id"] == first["id"]
+        path = f"{RESPONSES}/{first['id']}"
+        assert (await gateway.client.delete(path)).status_code == 200
+        again = await post(gateway, ask)
+        assert "idempotent-replayed" not in again.headers
+        assert again.json()["id"] != first["id"]
+        assert (await gateway.client.get(path)).status_code == 404
 
 
 async def test_openais_client_reads_on_behind_a_ping(tmp_path: Path) -> None:
