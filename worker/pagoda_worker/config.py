@@ -59,6 +59,9 @@ class WorkerConfig:
     threads: int = option(0, "compute threads; 0 takes one per core this process may use", most=4096)
     block_size: int = option(0, "tokens per KV block; 0 takes 32 on a CPU and 64 on a GPU", most=4096)
     kv_cache_gib: float = option(0.0, "memory for the KV cache; 0 sizes it from what the machine has free")
+    workers_here: int = option(
+        1, "workers that share this machine's memory, where nothing says how much each may have", least=1, most=4096
+    )
     kv_cache_dtype: str = option(
         "auto", "KV cache entries: auto (as computed) or int8, about half of bfloat16", words=("auto", "int8")
     )

@@ -117,6 +117,7 @@ class Tower:
                 engine=address,
                 worker_id=f"worker-{index}",
                 threads=threads,
+                workers_here=max(count, given.workers_here),
                 device=device_of_worker(given.device, index),
             )
             for index in range(count)

@@ -86,6 +86,8 @@ def test_workers_share_the_cores() -> None:
     shared, own = tower(workers="64"), tower(workers="2", threads="5")
     assert {config.threads for config in shared.workers} == {1}
     assert {config.threads for config in own.workers} == {5}
+    assert {config.workers_here for config in shared.workers} == {64}
+    assert {config.workers_here for config in tower(workers="2", workers_here="6").workers} == {6}
 
 
 @pytest.mark.parametrize(

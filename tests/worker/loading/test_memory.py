@@ -90,6 +90,21 @@ def test_automatic_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_kv_blocks(config_of(max_rows=10**6), Needs()) == int(GIB * 0.6) // (32 * 2048)
 
 
+@pytest.mark.parametrize(("available", "count"), [(8, 2), (23, 4), (23, 8), (64, 2)])
+def test_workers_that_share_a_machine_take_its_share_together(
+    monkeypatch: pytest.MonkeyPatch, available: int, count: int
+) -> None:
+    """Each sees the same memory, whoever comes last: what others have not written to is available."""
+    monkeypatch.setattr(memory, "host_available_bytes", lambda root: available * GIB)
+    each = num_kv_blocks(config_of(max_rows=10**6, workers_here=count), Needs()) * BLOCK_BYTES
+    assert 0.25 * available * GIB < count * (each + BLOCK_BYTES)
+    assert count * each <= 0.6 * available * GIB
+    alone = num_swap_blocks(config_of(), [SHAPE], on_cpu=False)[0]
+    assert count * num_swap_blocks(config_of(workers_here=count), [SHAPE], on_cpu=False)[0] <= max(
+        alone, available * GIB // 4 // BLOCK_BYTES
+    )
+
+
 def test_what_adapters_may_take_is_kept_unless_the_cache_s_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "host_available_bytes", lambda root: 5 * GIB)
     config = config_of(max_rows=10**6)

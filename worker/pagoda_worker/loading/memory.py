@@ -1,7 +1,8 @@
 """How many KV blocks a worker has.
 
 `num_blocks` decides if given, else `kv_cache_gib`, else the machine: on CPU 60 % of what is available once the weights
-are loaded, but no more than 4 GiB (a quarter of what is available, where that is more); on a GPU what
+are loaded, but no more than 4 GiB (a quarter of what is available, where that is more), and where `workers_here` share
+it, each of its part: pages that another one has not written yet are still available; on a GPU what
 `gpu_memory_utilization` leaves beside everything else that was measured there. Nowhere more than `max_rows` requests of
 `max_model_len` tokens can use. Available is the least of free memory and of what the control group leaves.
 
@@ -133,7 +134,7 @@ def num_swap_blocks(
     if config.swap_space_gib != AUTO_SWAP_SPACE:
         usable = int(config.swap_space_gib * GIB)
     else:
-        usable = 0 if on_cpu else min(SWAP_BYTES, host_available_bytes(Path("/")) // 4)
+        usable = 0 if on_cpu else min(SWAP_BYTES, host_available_bytes(Path("/")) // config.workers_here // 4)
     blocks = _fitting(usable, shapes, retentions, config.block_size) if shapes else 0
     return [one.num_blocks(blocks) if blocks else 0 for one in retentions]
 
@@ -145,8 +146,9 @@ def _usable(config: WorkerConfig, use: DeviceUse | None, adapters_bytes: int) ->
     )
     if use is None:
         available = host_available_bytes(Path("/"))
-        usable = usable_bytes(max(0, available - adapters_bytes))
-        return usable, f"{usable / GIB:.2f} GiB usable of {available / GIB:.2f} GiB available{kept}"
+        usable = usable_bytes(max(0, available // config.workers_here - adapters_bytes))
+        shared = f" to {config.workers_here} workers" if config.workers_here > 1 else ""
+        return usable, f"{usable / GIB:.2f} GiB usable of {available / GIB:.2f} GiB available{shared}{kept}"
     usable = max(0, use.for_kv_cache(config.gpu_memory_utilization) - adapters_bytes)
     share = f"{config.gpu_memory_utilization:g} of the GPU's {use.total / GIB:.2f} GiB"
     taken = f"{use.in_use / GIB:.2f} in use, {use.step / GIB:.2f} for a step, {use.graphs / GIB:.2f} for graphs"
