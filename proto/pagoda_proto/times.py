@@ -82,6 +82,7 @@ USAGE_LAST_S = 2.0  # .. and at its end, if that takes no longer
 
 GRAMMAR_COMPUTE_S = 0.1  # a grammar that takes more processor time is refused: a worker's rows wait for it
 GRAMMAR_CHECK_S = 2.0  # .. and one that takes longer, whoever else computes
+GRAMMAR_REFUSED_S = 30.0  # .. and for so long is not tried again; it may have been the machine that was slow
 GRAMMAR_SILENT_S = 5.0  # .. by a process that is killed when it neither answers nor ends
 
 # On the way down

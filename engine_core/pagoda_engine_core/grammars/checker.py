@@ -13,16 +13,20 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from typing import NamedTuple, Protocol
 
 from pagoda_engine_core.grammars.program import LENGTH, MEMORY_BYTES, READY, frame
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.times import GRAMMAR_CHECK_S, GRAMMAR_COMPUTE_S, GRAMMAR_SILENT_S, START_S
+from pagoda_proto.times import GRAMMAR_CHECK_S, GRAMMAR_COMPUTE_S, GRAMMAR_REFUSED_S, GRAMMAR_SILENT_S, START_S
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 32
+MAX_DEAR = 1024
 COMMAND = (sys.executable, "-P", "-m", "pagoda_engine_core.grammars.program")
 
 
@@ -52,6 +56,7 @@ class GrammarChecker:
         self._waiting: queue.Queue[tuple[str, Told] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._process: _Process | None = None
+        self._dear: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # why each was refused, and until when
         self._closed = False
 
     def check(self, grammar: str, told: Told) -> None:
@@ -94,6 +99,11 @@ class GrammarChecker:
         self._process = None
 
     def _judge(self, grammar: str) -> Verdict:
+        """One that cost a process is refused unread for a while: a new process takes longer than most grammars."""
+        digest = sha256(grammar.encode(errors="replace")).digest()
+        why, until = self._dear.get(digest, ("", 0.0))
+        if time.monotonic() < until:
+            return Verdict(_refused(why), final=False)
         try:
             if self._process is not None and not self._process.alive:
                 self._end_process()
@@ -104,8 +114,17 @@ class GrammarChecker:
         try:
             problem = self._process.ask(grammar.encode(errors="replace")).decode()
         except OSError:
-            return Verdict(_refused(self._process.end()), final=False)
+            why = self._process.end()
+            if not self._process.was_killed:
+                self._remember(digest, why)
+            return Verdict(_refused(why), final=False)
         return Verdict(_refused(problem) if problem else None, final=True)
+
+    def _remember(self, digest: bytes, why: str) -> None:
+        self._dear[digest] = why, time.monotonic() + GRAMMAR_REFUSED_S
+        self._dear.move_to_end(digest)
+        if len(self._dear) > MAX_DEAR:
+            self._dear.popitem(last=False)
 
 
 class _Process:
@@ -123,6 +142,11 @@ class _Process:
             if self._receive(START_S) != READY:
                 raise OSError("it says something else")
             undo.pop_all()
+
+    @property
+    def was_killed(self) -> bool:
+        """By somebody else, whatever it was asked: nothing that it does itself ends it so."""
+        return self._popen.returncode == -signal.SIGKILL
 
     @property
     def alive(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.worker.grammars.support import NONE, end, small_grammars
 from pagoda_engine_core.grammars import checker
 from pagoda_engine_core.grammars.checker import GrammarChecker, Verdict
 from pagoda_engine_core.grammars.program import problem_of
-from pagoda_proto import grammars
+from pagoda_proto import grammars, times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 HOSTILE = (sys.executable, str(Path(__file__).with_name("hostile_program.py")))
@@ -166,6 +167,17 @@ def test_the_process_is_kept_while_it_lives_and_replaced_when_it_does_not(ask_ho
     process.kill()
     psutil.wait_procs([process], timeout=WAIT_S)
     assert int(told(ask_hostile("pid")).rpartition(" ")[2]) != pid
+
+
+def test_what_took_a_process_down_is_not_tried_again_at_once(ask_hostile: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = told(ask_hostile("spin"))
+    pid = told(ask_hostile("pid"))
+    assert told(ask_hostile("spin")) == says
+    assert told(ask_hostile("pid")) == pid, "no process was lost with it"
+    later = time.monotonic() + times.GRAMMAR_REFUSED_S
+    monkeypatch.setattr(checker.time, "monotonic", lambda: later)
+    assert told(ask_hostile("spin")) == says
+    assert told(ask_hostile("pid")) != pid
 
 
 def test_only_so_many_wait() -> None:
