@@ -76,9 +76,11 @@ class Telling:
         self._logprobs: list[Told] = []
 
     def begin(self) -> Iterator[Told]:
-        queued = {"status": "queued"} if self.response.get("background") else {}
-        for kind in ("created", "queued")[: 1 + len(queued)]:
-            yield from self._tell({"type": f"response.{kind}", "response": self.response | queued})
+        waits = bool(self.response.get("background"))
+        before = self.response | {"status": "queued"} if waits else self.response
+        yield from self._tell({"type": "response.created", "response": before})
+        if waits:
+            yield from self._tell({"type": "response.queued", "response": before})
         yield from self._tell({"type": "response.in_progress", "response": self.response})
 
     def update(self, update: Update, logprobs: Sequence[Told]) -> Iterator[Told]:

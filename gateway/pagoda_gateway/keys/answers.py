@@ -53,7 +53,7 @@ class Answers(Generic[T]):
         if known is not None and age_s < times.KEY_FRESH_S:
             return known.value
         stands = known if known is not None and known.value is not None and age_s < self._stale_s else None
-        if stands is not None and len(self._asking) >= MOST_ASKING:  # strangers ask so much
+        if stands is not None and len(self._asking) >= MOST_ASKING:  # by strangers, who make names up
             return stands.value
         asking = self._asked(name)
         troubled = self._now() - self._failed_at < times.STORE_REST_MOST_S

@@ -84,6 +84,8 @@ class KeptResponses:
         """Keep one that has ended, unless it is kept. One that is told again may find what a gateway had written when
         it died. Conflict says that somebody else is at it; RATE_LIMITED and REQUEST_TOO_LARGE, that there is no room.
         """
+        if await self._store.get(RESPONSES, name) is not None:
+            return
         await self._room.take(owner, len(items) + len(response))
         try:
             await self._write_ended(name, owner, items, response)
@@ -113,7 +115,7 @@ class KeptResponses:
         """Raises Conflict when the record is not that one any more."""
         await self._store.drop(_log(record.key, OUTPUT))
         await self._write(record.key, OUTPUT, response)
-        told = sum([len(event) async for event in self.events(record.key)])
+        told = await self._size(record.key, EVENTS) + await self._size(record.key, LARGE)
         ended = msgspec.structs.replace(kept, ended=True, num_bytes=kept.num_bytes + len(response) + told)
         await self._put(record.key, record.owner, ended, record.version)
         await self.close(record.key)
@@ -273,6 +275,12 @@ class KeptResponses:
         while parts := await self._store.read(_log(name, log), len(found)):
             found += parts
         return b"".join(found)
+
+    async def _size(self, name: str, log: str) -> int:
+        size = start = 0
+        while parts := await self._store.read(_log(name, log), start):
+            size, start = size + sum(map(len, parts)), start + len(parts)
+        return size
 
     async def _there(self, name: str, log: str) -> bytes:
         """Raises PagodaError NOT_FOUND where it has expired, a little before the record does."""

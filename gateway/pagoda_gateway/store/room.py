@@ -82,7 +82,7 @@ class Room:
         never is, what the store raises."""
         tenant, added = self._tenant(owner), Held(number, num_bytes)
         if num_bytes > self._most.num_bytes:
-            message = f"{self._kept.what} may take {self._most.num_bytes} bytes; this one takes {num_bytes}"
+            message = f"{self._kept.what} may take {self._most.num_bytes} bytes each; this one takes {num_bytes}"
             raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, message)
         async with tenant.lock:
             if self._clock() - tenant.counted_at >= times.TICKETS_FRESH_S:

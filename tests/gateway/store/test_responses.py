@@ -93,7 +93,7 @@ async def test_what_runs_leaves_no_room_to_be_made(store: SqliteStore) -> None:
     with pytest.raises(PagodaError, match="2 responses of 1000 bytes together are kept for a key at most") as caught:
         await kept.finished(name_of(2), "me", b"[]", b"{}")
     assert caught.value.code is ErrorCode.RATE_LIMITED
-    with pytest.raises(PagodaError, match="may take 1000 bytes") as caught:
+    with pytest.raises(PagodaError, match="may take 1000 bytes each") as caught:
         await kept.finished(name_of(2), "me", b"[]", b"x" * 1000)
     assert caught.value.code is ErrorCode.REQUEST_TOO_LARGE
 
