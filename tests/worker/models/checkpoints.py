@@ -142,10 +142,15 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def config_of(model_type: str, changes: dict[str, Any]) -> Any:
+    """As transformers completes it."""
+    return AutoConfig.for_model(model_type, **{**_COMMON, **changes})
+
+
 def make_model(model_type: str, changes: dict[str, Any], seed: int = 7) -> Any:
     """A model whose greedy continuations wander: weights are scaled up until logits differ clearly."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **changes})
+    config = config_of(model_type, changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     # A large tied embedding makes a model repeat its last token; Gemma multiplies its embedding by 8 here.
     embedding = 1.0 if not config.tie_word_embeddings else 0.04 if "gemma" in model_type else 0.12

@@ -253,7 +253,8 @@ def test_fields_that_are_off_do_no_harm() -> None:
 
 def test_windows() -> None:
     assert windows_of(read("Mistral", sliding_window=40)) == (40,) * 4
-    assert windows_of(read("Mistral")) == (None,) * 4
+    assert windows_of(read("Mistral", sliding_window=None)) == (None,) * 4
+    assert windows_of(read("Mistral")) == (4096,) * 4
     sliding = {"sliding_window": 40, "max_window_layers": 3}
     assert windows_of(read("Qwen2", **sliding, use_sliding_window=True)) == (None, None, None, 40)
     assert windows_of(read("Qwen2", **sliding, use_sliding_window=False)) == (None,) * 4

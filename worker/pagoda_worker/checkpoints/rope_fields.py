@@ -33,6 +33,7 @@ class RopeDefaults:
     Attributes:
         partial: The share of a head that turns; None: all, and no file may differ.
         other_names: Of kinds of scaling.
+        scaling: Where a file has none.
     """
 
     theta: float = 10_000.0
@@ -41,6 +42,7 @@ class RopeDefaults:
     theta_field: str = "rope_theta"
     partial_field: str = "partial_rotary_factor"
     other_names: Mapping[str, str] = field(default_factory=dict)
+    scaling: Mapping[str, Any] = field(default_factory=dict)
 
 
 LLAMA_ROPE = RopeDefaults()
@@ -55,7 +57,7 @@ def read_rope(config: ConfigReader, head_dim: int, defaults: RopeDefaults = LLAM
     """
     defaults = taken(config, defaults)
     scaling, parameters = config.maybe("rope_scaling", dict), config.maybe("rope_parameters", dict)
-    return rope_shape(config, parameters or scaling or {}, head_dim, defaults)
+    return rope_shape(config, parameters or scaling or defaults.scaling, head_dim, defaults)
 
 
 def read_two_ropes(

@@ -38,6 +38,7 @@ from pagoda_worker.loading.numerics import fixed_angles, native_implementation, 
 from pagoda_worker.loading.retention import KEEP_ALL, Retention
 from pagoda_worker.models import ARCHITECTURES
 from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.models.defaults import completed
 from pagoda_worker.models.recorded import Recorded
 from pagoda_worker.pooling.pooler import Pooler
 from pagoda_worker.rows.batch import Batch
@@ -346,7 +347,7 @@ def native_spec(architecture: str, fields: dict[str, Any]) -> DecoderSpec:
     if architecture not in ARCHITECTURES:
         raise UnsupportedConfig(f"config.json: architecture {architecture!r} has no native implementation")
     module, function = ARCHITECTURES[architecture].split(":")
-    reader = ConfigReader(fields)
+    reader = ConfigReader(completed(architecture, fields))
     spec: DecoderSpec = getattr(importlib.import_module(module), function)(reader)
     causal = reader.take("is_causal", bool, True)  # of any family: it is how some that embed are made of others
     reader.finish()

@@ -31,7 +31,7 @@ def _cohere(config: ConfigReader, windows: Sequence[int | None], *ropes: RopeSha
     for field, value in SAID.items():
         config.choice(field, value)
     return DecoderSpec(
-        **common_fields(config, tied=True, eps="layer_norm_eps"),
+        **common_fields(config, eps="layer_norm_eps"),
         names=NAMES,
         layers=layers_of(windows, attention_of(config), mlp_of(config, "hidden_act"), *ropes),
         qkv_bias=bias,
@@ -53,4 +53,4 @@ def read_cohere2(config: ConfigReader) -> DecoderSpec:
     period = config.size("sliding_window_pattern", 4)
     layers = range(config.size("num_hidden_layers"))
     kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in layers]
-    return _cohere(config, config.layer_windows(config.size("sliding_window", 4096), kinds), None, rope)
+    return _cohere(config, config.layer_windows(config.size("sliding_window"), kinds), None, rope)

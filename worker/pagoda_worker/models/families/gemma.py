@@ -14,7 +14,7 @@ from typing import Any
 from pagoda_worker.checkpoints.config_reader import GATED, ConfigReader
 from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.rope import RopeShape
-from pagoda_worker.checkpoints.rope_fields import RopeDefaults, read_rope, read_two_ropes
+from pagoda_worker.checkpoints.rope_fields import LLAMA_ROPE, RopeDefaults, read_rope, read_two_ropes
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, both_ways
 from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.models.families.llama import attention_of, common_fields, layers_of, mlp_of
@@ -30,7 +30,7 @@ NAMES = Names(
 
 
 def _gemma_fields(config: ConfigReader) -> dict[str, Any]:
-    common = common_fields(config, tied=True)
+    common = common_fields(config)
     bias = config.take("attention_bias", bool, False)
     return common | {
         "qkv_bias": bias,
@@ -46,18 +46,18 @@ def _layers(
 ) -> tuple[LayerSpec, ...]:
     """Every `period`-th layer is global; `ropes` of a head size are the global layers' and, if another, the others'."""
     attention = replace(
-        attention_of(config, default_head_dim=256),
+        attention_of(config),
         scale=config.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         softcap=config.maybe_positive("attn_logit_softcapping"),
     )
-    window, layers = config.size("sliding_window", 4096), range(config.size("num_hidden_layers"))
+    window, layers = config.size("sliding_window"), range(config.size("num_hidden_layers"))
     kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in layers]
     mlp = mlp_of(config, "hidden_activation", "hidden_act")
     return layers_of(config.layer_windows(window, kinds), attention, mlp, *ropes(config, attention.head_dim))
 
 
 def read_gemma(config: ConfigReader) -> DecoderSpec:
-    attention = attention_of(config, default_head_dim=256)
+    attention = attention_of(config)
     # The first releases say gelu and mean what all others call by its name.
     activation = config.activation("hidden_activation", "hidden_act", known=GATED | {"gelu": "gelu_tanh"})
     mlp = MlpShape(width=config.size("intermediate_size"), activation=activation)
@@ -95,5 +95,4 @@ def _halved(attention: AttentionShape) -> AttentionShape:
 
 
 def _global_and_local(config: ConfigReader, head_dim: int) -> tuple[RopeShape, RopeShape]:
-    local = RopeDefaults(theta=10_000.0, theta_field="rope_local_base_freq")
-    return read_two_ropes(config, head_dim, RopeDefaults(theta=1_000_000.0), local)
+    return read_two_ropes(config, head_dim, LLAMA_ROPE, RopeDefaults(theta_field="rope_local_base_freq"))

@@ -27,7 +27,7 @@ ROPE = RopeDefaults(partial=0.5, interleaved=True)
 
 
 def _glm(config: ConfigReader, names: Names) -> DecoderSpec:
-    attention = attention_of(config, default_head_dim=128)
+    attention = attention_of(config)
     windows = (None,) * config.size("num_hidden_layers")
     return DecoderSpec(
         **common_fields(config),
@@ -51,7 +51,7 @@ def read_glm4_moe(config: ConfigReader) -> DecoderSpec:
     rope = read_rope(config, attention.head_dim, RopeDefaults(partial=0.5))
     layers = layers_of(windows, attention, mlp_of(config, "hidden_act"), rope)
     return DecoderSpec(
-        **common_fields(config) | {"norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        **common_fields(config),
         names=EXPERT_NAMES,
         spellings=(NAMES_FUSED,),
         layers=behind_dense(config, layers, grouped_routing(config, sigmoid=True)),

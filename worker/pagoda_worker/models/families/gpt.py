@@ -112,7 +112,7 @@ def read_falcon(config: ConfigReader) -> DecoderSpec:
     width = config.maybe_size("ffn_hidden_size") or 4 * hidden
     rope, windows = read_rope(config, attention.head_dim), (None,) * config.size("num_hidden_layers")
     return DecoderSpec(
-        **common_fields(config, tied=True, eps="layer_norm_epsilon"),
+        **common_fields(config, eps="layer_norm_epsilon"),
         **LAYER_NORMS,
         names=replace(FALCON, norms=_falcon_norms(config, newer, parallel)),
         layers=layers_of(windows, attention, ungated_mlp(config, width, "activation", "gelu", bias), rope),

@@ -13,25 +13,24 @@ from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape
 from pagoda_worker.kernels.ops import AttentionShape
 
 
-def common_fields(config: ConfigReader, tied: bool = False, eps: str = "rms_norm_eps") -> dict[str, Any]:
-    """What all families here spell alike, but for the field of `eps`; `tied` is what holds where the file is silent."""
+def common_fields(config: ConfigReader, eps: str = "rms_norm_eps") -> dict[str, Any]:
+    """What all families here spell alike, but for the field of `eps`."""
     return {
         "vocab_size": config.size("vocab_size"),
         "hidden_size": config.size("hidden_size"),
         "norm_eps": config.positive(eps, 1e-6 if eps == "rms_norm_eps" else 1e-5),
         "max_positions": config.size("max_position_embeddings"),
-        "tied": config.take("tie_word_embeddings", bool, tied),
+        "tied": config.take("tie_word_embeddings", bool, False),
     }
 
 
-def attention_of(config: ConfigReader, default_head_dim: int = 0) -> AttentionShape:
-    """Of every layer, but for its window. Where heads have no size of their own, 0 shares out the hidden size."""
+def attention_of(config: ConfigReader) -> AttentionShape:
+    """Of every layer, but for its window. Heads without a size of their own share out the hidden size."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    head_dim = config.maybe_size("head_dim") or default_head_dim
-    return attention_shape(hidden, heads, config.size("num_key_value_heads", heads), head_dim)
+    return attention_shape(hidden, heads, config.size("num_key_value_heads", heads), config.maybe_size("head_dim"))
 
 
-def attention_shape(hidden: int, heads: int, kv_heads: int, head_dim: int = 0) -> AttentionShape:
+def attention_shape(hidden: int, heads: int, kv_heads: int, head_dim: int | None = None) -> AttentionShape:
     head_dim = head_dim or _even_share(hidden, heads)
     if heads % kv_heads or head_dim % 2:
         raise invalid("config.json", f"{heads} heads over {kv_heads} KV heads of {head_dim} dimensions do not divide")
@@ -65,12 +64,12 @@ def layers_of(
     )
 
 
-def read_llama(config: ConfigReader, tied: bool = False) -> DecoderSpec:
+def read_llama(config: ConfigReader) -> DecoderSpec:
     attention, bias = attention_of(config), config.take("attention_bias", bool, False)
     mlp = mlp_of(config, "hidden_act", bias=config.take("mlp_bias", bool, False))
     windows = (None,) * config.size("num_hidden_layers")
     return DecoderSpec(
-        **common_fields(config, tied),
+        **common_fields(config),
         layers=layers_of(windows, attention, mlp, read_rope(config, attention.head_dim)),
         qkv_bias=bias,
         out_bias=bias,

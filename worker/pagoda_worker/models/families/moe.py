@@ -46,7 +46,16 @@ GPT_OSS = Names(
     expert_inputs_first=True,
     expert_turns=True,
 )
-GPT_OSS_THETA = RopeDefaults(theta=150_000.0)
+GPT_OSS_ROPE = RopeDefaults(
+    scaling={
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+)
 
 
 def _routing(config: ConfigReader, renormalised: bool) -> Routing:
@@ -83,7 +92,7 @@ def read_qwen2_moe(config: ConfigReader) -> DecoderSpec:
 
 
 def read_qwen3_moe(config: ConfigReader) -> DecoderSpec:
-    return _with_experts(config, read_qwen3(config, lambda layer, full: True, default_head_dim=0), None)
+    return _with_experts(config, read_qwen3(config, lambda layer, full: True), None)
 
 
 def _with_experts(config: ConfigReader, spec: DecoderSpec, shared: MlpShape | None) -> DecoderSpec:
@@ -118,7 +127,7 @@ def read_olmoe(config: ConfigReader) -> DecoderSpec:
     layers = layers_of(windows, attention, mlp, read_rope(config, attention.head_dim))
     moe = MoeShape(routing=routing, width=mlp.width, activation=mlp.activation)
     return DecoderSpec(
-        **common_fields(config) | {"norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        **common_fields(config),
         layers=tuple(replace(layer, mlp=moe) for layer in layers),
         names=QWEN,
         spellings=(QWEN_FUSED,),
@@ -153,7 +162,7 @@ def read_gpt_oss(config: ConfigReader) -> DecoderSpec:
     config.activation("hidden_act", known={"silu": "silu"})
     for name in ("initial_context_length", "experts_per_token"):  # said again elsewhere
         config.ignore(name)
-    attention = replace(attention_of(config, default_head_dim=64), sinks=True)
+    attention = replace(attention_of(config), sinks=True)
     moe = MoeShape(
         routing=_routing(config, renormalised=True),
         width=config.size("intermediate_size"),
@@ -162,10 +171,10 @@ def read_gpt_oss(config: ConfigReader) -> DecoderSpec:
     )
     kinds = ["full_attention" if index % 2 else "sliding_attention" for index in range(layers)]
     windows = config.layer_windows(config.maybe_size("sliding_window"), kinds)
-    rope = read_rope(config, attention.head_dim, GPT_OSS_THETA)
+    rope = read_rope(config, attention.head_dim, GPT_OSS_ROPE)
     bias = config.take("attention_bias", bool, True)
     return DecoderSpec(
-        **common_fields(config) | {"norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        **common_fields(config),
         layers=tuple(LayerSpec(attention=replace(attention, window=window), rope=rope, mlp=moe) for window in windows),
         names=GPT_OSS,
         spellings=(QWEN,),

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pagoda_worker.checkpoints.config_reader import ConfigReader
 from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.rope import RopeShape
-from pagoda_worker.checkpoints.rope_fields import RopeDefaults, read_rope, read_two_ropes
+from pagoda_worker.checkpoints.rope_fields import LLAMA_ROPE, read_rope, read_two_ropes
 from pagoda_worker.checkpoints.spec import DecoderSpec
 from pagoda_worker.models.families.llama import attention_of, common_fields, layers_of, mlp_of
 
 NAMES = Names(norms={"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"})
-OLMO3_ROPE = RopeDefaults(theta=500_000.0)
 
 
 def _olmo(config: ConfigReader, windows: Sequence[int | None], *ropes: RopeShape) -> DecoderSpec:
     bias = config.take("attention_bias", bool, False)
-    fields: dict[str, Any] = common_fields(config) | {"norm_eps": config.positive("rms_norm_eps", 1e-5)}
     return DecoderSpec(
-        **fields,
+        **common_fields(config),
         names=NAMES,
         layers=layers_of(windows, attention_of(config), mlp_of(config, "hidden_act"), *ropes),
         qkv_bias=bias,
@@ -37,5 +34,5 @@ def read_olmo2(config: ConfigReader) -> DecoderSpec:
 def read_olmo3(config: ConfigReader) -> DecoderSpec:
     layers = range(config.size("num_hidden_layers"))
     kinds = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in layers]
-    windows = config.layer_windows(config.size("sliding_window", 4096), kinds)
-    return _olmo(config, windows, *read_two_ropes(config, attention_of(config).head_dim, OLMO3_ROPE, OLMO3_ROPE))
+    windows = config.layer_windows(config.size("sliding_window"), kinds)
+    return _olmo(config, windows, *read_two_ropes(config, attention_of(config).head_dim, LLAMA_ROPE, LLAMA_ROPE))

@@ -28,8 +28,8 @@ def _windows(config: ConfigReader, slides: Slides) -> tuple[int | None, ...]:
     return config.layer_windows(window, sliding)
 
 
-def _layers(config: ConfigReader, slides: Slides, default_head_dim: int = 0) -> tuple[LayerSpec, ...]:
-    attention = attention_of(config, default_head_dim)
+def _layers(config: ConfigReader, slides: Slides) -> tuple[LayerSpec, ...]:
+    attention = attention_of(config)
     return layers_of(
         _windows(config, slides), attention, mlp_of(config, "hidden_act"), read_rope(config, attention.head_dim)
     )
@@ -39,11 +39,11 @@ def read_qwen2(config: ConfigReader, slides: Slides = from_there_on) -> DecoderS
     return DecoderSpec(**common_fields(config), layers=_layers(config, slides), qkv_bias=True)
 
 
-def read_qwen3(config: ConfigReader, slides: Slides = from_there_on, default_head_dim: int = 128) -> DecoderSpec:
+def read_qwen3(config: ConfigReader, slides: Slides = from_there_on) -> DecoderSpec:
     bias = config.take("attention_bias", bool, False)
     return DecoderSpec(
         **common_fields(config),
-        layers=_layers(config, slides, default_head_dim),
+        layers=_layers(config, slides),
         qkv_bias=bias,
         out_bias=bias,
         head_norms=True,

@@ -16,7 +16,7 @@ def read_starcoder2(config: ConfigReader) -> DecoderSpec:
         config.choice(field, kind)
     mlp = ungated_mlp(config, config.size("intermediate_size"), "hidden_act", "gelu_pytorch_tanh", bias)
     return DecoderSpec(
-        **common_fields(config, tied=True, eps="norm_epsilon"),
+        **common_fields(config, eps="norm_epsilon"),
         names=NAMES,
         layers=sliding_layers(config, mlp),
         qkv_bias=bias,

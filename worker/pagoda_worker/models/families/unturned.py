@@ -13,6 +13,7 @@ from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.rope_fields import RopeDefaults, read_rope
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, MoeShape
 from pagoda_worker.checkpoints.temper import Temper
+from pagoda_worker.models.defaults import completed
 from pagoda_worker.models.families.llama import attention_of, common_fields, read_llama
 from pagoda_worker.models.families.moe import experts_of
 
@@ -27,7 +28,7 @@ NAMES = Names(
     shared_down="feed_forward.shared_expert.down_proj",
 )
 BELOW = replace(NAMES, root="language_model.model.", head="language_model.lm_head")
-ROPE = RopeDefaults(theta=500_000.0, interleaved=True)
+ROPE = RopeDefaults(interleaved=True)
 OF_IMAGES = ("vision_model.", "multi_modal_projector.")
 
 
@@ -44,7 +45,7 @@ def turning_layers(config: ConfigReader, layers: int) -> list[bool]:
 
 def read_smollm3(config: ConfigReader) -> DecoderSpec:
     config.ignore("max_window_layers")  # of which its code knows nothing
-    spec = read_llama(config, tied=True)
+    spec = read_llama(config)
     turning, window = turning_layers(config, spec.num_layers), config.maybe_size("sliding_window")
     if not config.take("use_sliding_window", bool, False):
         window = None
@@ -61,14 +62,14 @@ def read_smollm3(config: ConfigReader) -> DecoderSpec:
 
 def read_llama4(config: ConfigReader) -> DecoderSpec:
     config.ignore("for_llm_compressor")  # who wrote the file
-    attention, mlps = attention_of(config, default_head_dim=128), _mlps(config)
+    attention, mlps = attention_of(config), _mlps(config)
     rope, turning = read_rope(config, attention.head_dim, ROPE), turning_layers(config, len(mlps))
     temper, unit = _temper(config), config.take("use_qk_norm", bool, True)
     kinds = ["chunked_attention" if turns else "full_attention" for turns in turning]
     chunks = config.layer_windows(config.size("attention_chunk_size", 8192), kinds, "chunked_attention")
     bias = config.take("attention_bias", bool, False)
     return DecoderSpec(
-        **common_fields(config) | {"norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        **common_fields(config),
         layers=tuple(
             LayerSpec(
                 attention=replace(attention, window=chunk, chunked=chunk is not None),
@@ -89,7 +90,8 @@ def read_llama4_with_images(config: ConfigReader) -> DecoderSpec:
     for name in ("vision_config", "boi_token_index", "eoi_token_index", "image_token_index"):
         config.ignore(name)
     config.choice("tie_word_embeddings", False)
-    text = ConfigReader(config.take("text_config", dict), "config.json: text_config")
+    fields = completed("Llama4ForCausalLM", config.take("text_config", dict))
+    text = ConfigReader(fields, "config.json: text_config")
     spec = read_llama4(text)
     text.finish()
     return replace(spec, names=BELOW, unused=OF_IMAGES)
