@@ -182,6 +182,19 @@ def test_layers_that_are_not_plain_attention(model_type: str, tmp_path: Path) ->
         load_model(WorkerConfig(model=str(path), dtype="float32", kernels="torch"))
 
 
+def test_a_window_that_only_a_mask_knows_is_not_overlooked(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    path = save(make_model("phimoe", {**experts, "sliding_window": 40}), tmp_path / "phimoe")
+    with pytest.raises(UnsupportedConfig, match="'sliding_window'=40, but no layer says it slides"):
+        load_model(WorkerConfig(model=str(path), dtype="float32", kernels="torch"))
+
+
+def test_a_window_that_layers_say_is_kept_to(saved: Saved, tmp_path: Path) -> None:
+    model = load_model(edited(saved, "mistral", tmp_path / "edited", unheard_of=1))
+    assert isinstance(model.model, TransformersModel)
+    assert [group.window for group in model.kv_groups] == [40]
+
+
 def test_an_unsupported_field_of_a_native_family_runs_through_transformers(saved: Saved, tmp_path: Path) -> None:
     rope = {"rope_type": "proportional", "rope_theta": 1e4, "factor": 1.0, "partial_rotary_factor": 0.5}
     config = edited(saved, "qwen3", tmp_path / "proportional", rope_parameters=rope)

@@ -295,9 +295,11 @@ def _check_call(
 
 
 def _check_windows(config: Any, kept: Mapping[int, KVShape]) -> None:
-    """A layer said to slide must say its window, or it would be attended in full."""
-    kinds = getattr(config, "layer_types", None)
+    """A layer said to slide must say its window, or it would be attended in full: masks are not asked for."""
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if kinds is None:
+        if window and all(one.window is None for one in kept.values()):
+            raise UnsupportedConfig(f"{config.architectures}: 'sliding_window'={window}, but no layer says it slides")
         return
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
