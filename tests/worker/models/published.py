@@ -202,6 +202,14 @@ OTHERS: dict[str, tuple[dict[str, Any], int]] = {
         _rms("Glm4ForCausalLM", _sizes(4096, 13696, 40, (32, 2), 151552, 32768), head_dim=128, attention_bias=True,
              partial_rotary_factor=0.5), 9400
     ),
+    "c4ai-command-r7b-12-2024": (
+        _other("Cohere2ForCausalLM", _sizes(4096, 14336, 32, (32, 8), 256000, 132096), head_dim=128, hidden_act="silu",
+               attention_bias=False, layer_norm_eps=1e-5, logit_scale=0.25, rope_theta=50000, rope_scaling=None,
+               rotary_pct=1.0, sliding_window=4096, sliding_window_pattern=4, layer_switch=4,
+               order_of_interleaved_layers="local_attn_first", position_embedding_type="rope_gptj",
+               cache_implementation="hybrid", use_embedding_sharing=True, use_gated_activation=True,
+               use_parallel_block=True, use_parallel_embedding=True), 8028
+    ),
     "starcoder2-3b": (
         _other("Starcoder2ForCausalLM", _sizes(3072, 12288, 30, (24, 2), 49152, 16384), use_bias=True,
                hidden_act="gelu_pytorch_tanh", norm_epsilon=1e-5, norm_type="layer_norm", mlp_type="default",

@@ -84,6 +84,8 @@ def test_both_spellings(old: dict[str, Any], new: dict[str, Any]) -> None:
         ("SmolLM3", {"no_rope_layers": [1, 0, 2, 1]}, "'no_rope_layers' must have 0 or 1 for each of 4 layers"),
         ("Cohere", {"use_qk_norm": True}, "use_qk_norm=True"),
         ("Cohere2", {"use_parallel_block": False}, "use_parallel_block=False"),
+        ("Cohere2", {"rotary_pct": 0.5}, "rotary_pct=0.5"),
+        ("Cohere2", {"layer_switch": 3}, "layer_switch=3"),
         ("OPT", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
         ("OPT", {"word_embed_proj_dim": 32}, "word_embed_proj_dim=32"),
         ("Mixtral", {}, "'num_local_experts' is missing"),

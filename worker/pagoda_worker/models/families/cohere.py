@@ -51,6 +51,9 @@ def read_cohere(config: ConfigReader) -> DecoderSpec:
 def read_cohere2(config: ConfigReader) -> DecoderSpec:
     rope = read_rope(config, attention_of(config).head_dim, ROPE)
     period = config.size("sliding_window_pattern", 4)
+    config.choice("layer_switch", period)
+    config.choice("rotary_pct", 1.0, 1)
+    config.ignore("use_parallel_embedding")  # over devices, of whoever trained it
     layers = range(config.size("num_hidden_layers"))
     kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in layers]
     return _cohere(config, config.layer_windows(config.size("sliding_window"), kinds), None, rope)
