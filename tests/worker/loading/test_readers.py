@@ -219,6 +219,29 @@ def test_a_reranker_that_answers_is_asked_how_likely_yes_is(tied: bool, tmp_path
     torch.testing.assert_close(numbers(found), expected, rtol=EXACT, atol=EXACT)
 
 
+def write_reranker(path: Path, recipe: Recipe) -> list[Path]:
+    """Quantised, and of the same numbers as they are."""
+    made = write(save_qwen(path / "model"), recipe, path)
+    found = [one.rename(path / f"Qwen3-Reranker-{one.name}") for one in (made.path, made.plain_path)]
+    for one in found:
+        (one / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"yes": 9, "no": 7}}}))
+    return found
+
+
+def test_a_quantised_reranker_answers_as_its_numbers_do(tmp_path: Path) -> None:
+    quantised, plain = (
+        Reads(runner_of(path, kernels="reference")).together(texts(40), PoolingParams(output=CLASSIFY))
+        for path in write_reranker(tmp_path, Recipe(gptq_config(), gptq))
+    )
+    assert quantised == plain
+
+
+def test_a_reranker_answers_by_no_other_matrix_than_its_own(tmp_path: Path) -> None:
+    recipe = Recipe(gptq_config(lm_head=True), gptq, covers=lambda linear: True)
+    with pytest.raises(UnsupportedConfig, match=r"must have lm_head\.weight as plain numbers"):
+        runner_of(write_reranker(tmp_path, recipe)[0])
+
+
 def test_a_decoder_without_a_head_gives_no_scores(tmp_path: Path) -> None:
     save_qwen(tmp_path)
     with pytest.raises(UnsupportedConfig, match=r"score\.weight"):

@@ -227,7 +227,7 @@ def _with_root(checkpoint: Checkpoint, spellings: Iterable[Names]) -> None:
 
 
 def _decoder_pooler(reading: _Reading, spec: DecoderSpec) -> Pooler:
-    checkpoint, fields, names, hidden_size = reading.checkpoint, reading.fields, spec.names, spec.hidden_size
+    checkpoint, fields, hidden_size = reading.checkpoint, reading.fields, spec.hidden_size
     if reading.kind != CLASSIFY:
         return files.embedder(reading.path, hidden_size, "last" if spec.causal else "mean", whole=not spec.causal)
     if not spec.causal:
@@ -237,8 +237,16 @@ def _decoder_pooler(reading: _Reading, spec: DecoderSpec) -> Pooler:
     if not is_yes_no_reranker(fields, reading.config.model):
         raise UnsupportedConfig("there is no head that gives scores: no tensor is called score.weight")
     yes, no = _answers(reading.path)
-    matrix, embedding = f"{names.head}.weight", f"{names.top(names.embed)}.weight"
-    return heads.difference(checkpoint, matrix if matrix in checkpoint.entries else embedding, yes, no)
+    return heads.difference(checkpoint, _output_matrix(checkpoint, spec), yes, no)
+
+
+def _output_matrix(checkpoint: Checkpoint, spec: DecoderSpec) -> str:
+    """The name of its tensor, of which two rows are taken as they are."""
+    matrix, embedding = f"{spec.names.head}.weight", f"{spec.names.top(spec.names.embed)}.weight"
+    stored = [name for name in checkpoint.entries if name.startswith(f"{spec.names.head}.")]
+    if stored not in ([], [matrix]):
+        raise UnsupportedConfig(f"a reranker that answers yes or no must have {matrix} as plain numbers, not {stored}")
+    return embedding if spec.tied and not stored else matrix
 
 
 def _answers(path: Path) -> tuple[int, int]:
