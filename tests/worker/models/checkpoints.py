@@ -132,6 +132,11 @@ NATIVE |= {
 }  # fmt: skip
 # These ask kernels for everything that the others do, too: for tests that are too dear for all.
 KERNEL_FAMILIES = ["llama", "gemma2", "gemma3", "olmo3", "cohere2", "opt", "qwen2_moe", "gpt_oss", "deepseek_v3"]
+# Which layers slide goes by another rule in each.
+_SLIDES = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2}
+SLIDING: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{name}_slides": (NATIVE[name][0], NATIVE[name][1] | _SLIDES) for name in ("qwen3", "qwen2_moe", "qwen3_moe")
+}
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_scaled": (
         "gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024, "scale_attn_by_inverse_layer_idx": True}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, save
+from tests.worker.models.checkpoints import FALLBACK, NATIVE, SLIDING, make_model, save
 
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading.model import LoadedModel, load_model
@@ -25,7 +25,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
     @cache
     def make(name: str) -> tuple[Any, Path]:
-        model = make_model(*(NATIVE | FALLBACK)[name])
+        model = make_model(*(NATIVE | SLIDING | FALLBACK)[name])
         return model, save(model, tmp_path_factory.mktemp("checkpoint") / name)
 
     return make

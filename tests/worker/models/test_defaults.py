@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tests.worker.models.checkpoints import NATIVE, config_of
+from tests.worker.models.checkpoints import NATIVE, SLIDING, config_of
 
 from pagoda_worker.checkpoints.checkpoint import CheckpointError
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
@@ -38,7 +38,7 @@ def files_of(architecture: str) -> Iterator[dict[str, Any]]:
     class_of = getattr(transformers, architecture).config_class
     if architecture not in NO_MODEL:
         yield class_of().to_dict()
-    for model_type, changes in NATIVE.values():
+    for model_type, changes in (NATIVE | SLIDING).values():
         config = config_of(model_type, changes)
         if type(config) is class_of:
             yield config.to_dict()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.worker.models.checkpoints import NATIVE, prompts
+from tests.worker.models.checkpoints import NATIVE, SLIDING, prompts
 from tests.worker.models.conftest import Loaded, Saved
 from tests.worker.models.harness import Harness, logits_of
 
@@ -33,7 +33,7 @@ def choices_of(model: Any, prompt: list[int], continuation: list[int]) -> list[i
     return [int(token) for token in logits[len(prompt) - 1 :].argmax(-1)]
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", [*NATIVE, *SLIDING])
 def test_greedy_tokens_are_those_of_transformers(name: str, saved: Saved, loaded: Loaded) -> None:
     model, _ = saved(name)
     harness = Harness(loaded(name), num_blocks=128)
