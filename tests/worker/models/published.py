@@ -202,6 +202,11 @@ OTHERS: dict[str, tuple[dict[str, Any], int]] = {
         _rms("Glm4ForCausalLM", _sizes(4096, 13696, 40, (32, 2), 151552, 32768), head_dim=128, attention_bias=True,
              partial_rotary_factor=0.5), 9400
     ),
+    "c4ai-command-r-v01": (
+        _other("CohereForCausalLM", _sizes(8192, 22528, 40, (64, 64), 256000, 8192), hidden_act="silu",
+               attention_bias=False, layer_norm_eps=1e-5, logit_scale=0.0625, rope_theta=8000000.0,
+               model_max_length=131072), 34981
+    ),
     "c4ai-command-r7b-12-2024": (
         _other("Cohere2ForCausalLM", _sizes(4096, 14336, 32, (32, 8), 256000, 132096), head_dim=128, hidden_act="silu",
                attention_bias=False, layer_norm_eps=1e-5, logit_scale=0.25, rope_theta=50000, rope_scaling=None,

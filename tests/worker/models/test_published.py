@@ -60,3 +60,7 @@ def test_families_beside_llama_are_native_and_as_large_as_published(name: str) -
     assert round(sum(prod(shape) for shape in expected_tensors(spec).values()) / 1e6) == millions
     with pytest.raises(UnsupportedConfig, match="unheard_of"):
         native_spec(fields["architectures"][0], fields | {"unheard_of": 1})
+
+
+def test_command_r_reaches_as_far_as_it_was_trained() -> None:
+    assert native_spec("CohereForCausalLM", OTHERS["c4ai-command-r-v01"][0]).max_positions == 131072

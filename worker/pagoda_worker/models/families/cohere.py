@@ -30,8 +30,10 @@ def _cohere(config: ConfigReader, windows: Sequence[int | None], *ropes: RopeSha
     bias = config.take("attention_bias", bool, False)
     for field, value in SAID.items():
         config.choice(field, value)
+    common = common_fields(config, eps="layer_norm_eps")
+    reach = config.size("model_max_length", common["max_positions"])  # for which Command R was trained
     return DecoderSpec(
-        **common_fields(config, eps="layer_norm_eps"),
+        **common | {"max_positions": reach},
         names=NAMES,
         layers=layers_of(windows, attention_of(config), mlp_of(config, "hidden_act"), *ropes),
         qkv_bias=bias,
