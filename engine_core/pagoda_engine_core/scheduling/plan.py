@@ -20,17 +20,27 @@ from pagoda_proto.decodes import changes
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.pooling.params import FLOAT_BYTES, MAX_POOLED_BYTES
 from pagoda_proto.records import Pool
-from pagoda_proto.steps import NO_TOKEN, AppendBlocks, Chunk, NewRow, ReplaceBlock, RowOutput, StepPlan, StepResult
+from pagoda_proto.steps import (
+    MAX_KV_GROUPS,
+    NO_TOKEN,
+    AppendBlocks,
+    Chunk,
+    NewRow,
+    ReplaceBlock,
+    RowOutput,
+    StepPlan,
+    StepResult,
+)
 
 MESSAGE_BYTES = MAX_FRAME_BYTES * 3 // 4
 """What rows may put into one plan or one result; the rest is for all that is small."""
-TOKEN_BYTES = 5
-"""Of a token id in a plan, at most."""
+TOKEN_BYTES = 5 + MAX_KV_GROUPS
+"""Of a token in a plan, at most: its id, and its part of a block's ids and of a swap, in each group."""
 
 
 def row_bytes(choice: Choice) -> int:
     """Of the plan that makes it a row."""
-    return choice.num_tokens * TOKEN_BYTES + choice.request.params_bytes
+    return choice.num_tokens * TOKEN_BYTES + choice.request.row_bytes
 
 
 class Budget:
@@ -227,8 +237,8 @@ class PlanBuilder:
         self.reserved_blocks = [one + other for one, other in zip(self.reserved_blocks, blocks, strict=True)]
 
     def takes(self, choice: Choice) -> bool:
-        """Whether one more row goes into the message. One alone always does."""
-        return not self._new_rows or row_bytes(choice) <= self._bytes_left
+        """Whether the row goes into the message: one that the worker knows does, and so does one alone."""
+        return choice.launched or not self._new_rows or row_bytes(choice) <= self._bytes_left
 
     def start_row(self, choice: Choice, growth: Growth, swap_ins: list[tuple[int, int]]) -> None:
         """`choice` becomes a row. Its block tables travel with it, so of its growth only copies remain to do."""

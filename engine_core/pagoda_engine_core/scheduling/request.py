@@ -200,9 +200,10 @@ class Request:
         self.started = False  # has had a row
         self.num_rows = 0
         self.prompt_logprobs: list[TopLogprobs] = []
-        self.params_bytes = len(msgspec.msgpack.encode(self.params))  # each of its rows carries its own to the worker
         self.stop_ids = frozenset(self.eos_token_ids + self.params.stop_token_ids)
         self.search = self._search() if self.params.use_beam_search else None
+        carried = self.params, self.eos_token_ids, record.adapter, record.cache_salt
+        self.row_bytes = len(msgspec.msgpack.encode(carried))  # of what each of its rows is told beside its tokens
         self.choices = [Choice(self, index) for index in range(self.params.n)]
         if self.search is None:
             self._take_prior(resume.prior_outputs)

@@ -47,7 +47,7 @@ class Room:
     def without(self, running: Iterable[Choice], waiting: Iterable[Choice]) -> Room:
         """This room, less what those take."""
         for choice in chain(running, waiting):
-            self._bytes -= self._answer_bytes(choice)
+            self._bytes -= self._answer_bytes(choice) + (0 if choice.launched else row_bytes(choice))
             distance = choice.distance
             self._rows -= 1
             if distance > 1 or choice.row_id == NO_ROW:  # a decode has its promise

@@ -244,7 +244,7 @@ class Scheduler:
         builder.decodes = [choice for choice in self._rows.running if choice.num_computed < choice.quiet_until]
 
     def _plan_decode(self, choice: Choice, builder: PlanBuilder, now: float) -> None:
-        if not (builder.budget.grant_promised() and self._hold(choice, 1, builder, now)):
+        if not (builder.budget.grant_promised() and builder.takes(choice) and self._hold(choice, 1, builder, now)):
             choice.quiet_until = 0
         elif choice.launched:
             mark_quiet(choice, self._kv)

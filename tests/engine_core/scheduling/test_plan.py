@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import msgspec
+import pytest
+from tests.engine_core.harness import Harness
 from tests.fakes import make_record
 
+from pagoda_engine_core.scheduling import plan as plans
 from pagoda_engine_core.scheduling.blocks import Table
 from pagoda_engine_core.scheduling.decoding import NOBODY
 from pagoda_engine_core.scheduling.kv_cache import NO_GROWTH, Growth
 from pagoda_engine_core.scheduling.plan import Budget, PlanBuilder
 from pagoda_engine_core.scheduling.request import Choice, Request
-from pagoda_proto.records import PriorOutput, Resume
+from pagoda_proto import params
+from pagoda_proto.channel import MAX_FRAME_BYTES
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.records import Generate, PriorOutput, Resume
 from pagoda_proto.steps import AppendBlocks, Chunk, Decodes, ReplaceBlock
 
 
@@ -111,3 +118,37 @@ def test_a_new_row_brings_its_table_and_only_copies_remain() -> None:
     assert new.params.prompt_logprobs is None
     assert (plan.replace_blocks, plan.append_blocks, plan.block_copies) == ([], [], [(2, 7)])
     assert plan.swap_ins == [(3, 4)]
+
+
+def test_beams_that_begin_anew_come_in_as_many_messages_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "MESSAGE_BYTES", 5000)
+    harness = Harness(num_blocks=200, max_tokens_per_step=512)
+    harness.add(make_record([7 + place for place in range(100)], n=4, use_beam_search=True, max_tokens=6))
+    harness.drain()
+    assert max(len(plan.new_rows) for plan in harness.plans) == 3
+    harness.check_all()
+
+
+def test_a_plan_of_rows_that_ask_for_all_they_may_is_one_that_a_worker_takes() -> None:
+    """All of them in one would have 200 MiB."""
+    ids = range(70_000, 70_000 + params.MAX_ALLOWED_TOKEN_IDS)
+    asked = SamplingParams(
+        n=16,
+        max_tokens=2,
+        seed=1,
+        allowed_token_ids=tuple(ids),
+        stop_token_ids=tuple(ids[: params.MAX_STOP_TOKEN_IDS]),
+        logit_bias=dict.fromkeys(ids[: params.MAX_LOGIT_BIAS], 0.5),
+        bad_words_token_ids=((ids[0],) * params.MAX_BAD_WORD_TOKENS,),
+        stop=("\N{GRINNING FACE}" * params.MAX_STOP_STRING_CHARS,) * params.MAX_STOP_STRINGS,
+        grammar="\N{GRINNING FACE}" * params.MAX_GRAMMAR_CHARS,
+    )
+    harness = Harness(max_rows=240, num_blocks=2000, max_tokens_per_step=2048)
+    for _ in range(15):
+        record = make_record([1, 2, 3], n=16, max_tokens=2, seed=1)
+        harness.add(msgspec.structs.replace(record, task=Generate(params=asked, seed=1)))
+    sizes = []
+    while harness.has_work:
+        sizes.append(len(msgspec.msgpack.encode(harness.step())))
+    assert MAX_FRAME_BYTES / 2 < max(sizes) < MAX_FRAME_BYTES
+    assert all(client.last is not None for client in harness.clients.values())

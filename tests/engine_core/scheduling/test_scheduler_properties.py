@@ -6,15 +6,18 @@ that keep a window, what lies in it.
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.engine_core.harness import Harness
 from tests.fakes import FakeModel, FakeRow, make_record, mix
 
+from pagoda_engine_core.scheduling import plan
 from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.records import RequestRecord
-from pagoda_proto.steps import KVGroup
+from pagoda_proto.steps import KVGroup, StepPlan
 
 LONG_PROMPT = [(7 * i) % 13 for i in range(24)]
 BLOCK_SIZE = 4
@@ -74,6 +77,12 @@ def sometimes_accept(row: FakeRow, allowed: int) -> int:
 ADAPTERS = [Adapter(digit * 64, f"/adapters/{digit}") for digit in "123"]
 
 
+def check_size(planned: StepPlan | None) -> None:
+    rows = planned.new_rows if planned is not None else []
+    tokens, params = sum(len(row.token_ids) for row in rows), [row.params for row in rows]
+    assert len(rows) <= 1 or tokens * plan.TOKEN_BYTES + len(msgspec.msgpack.encode(params)) <= plan.MESSAGE_BYTES
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         depth=st.integers(1, 3),
@@ -87,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_adapters=st.sampled_from([1, 2, 8]),
         swap=st.sampled_from([(0, "auto"), (5, "swap"), (40, "swap"), (40, "auto"), (40, "recompute")]),
         windows=st.sampled_from([(0,), (0,), (0, 9), (0, 5), (8,), (0, 12, 3), (13, 4)]),
+        message_bytes=st.sampled_from([plan.MESSAGE_BYTES, 1000, 500]),
     )
     def start(
         self,
@@ -101,7 +111,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_adapters,
         swap,
         windows,
+        message_bytes,
     ) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(plan, "MESSAGE_BYTES", message_bytes)
         self.depth = depth
         self.harness = Harness(
             kv_groups=tuple(KVGroup(NUM_BLOCKS - 2 * (kept > 0), kept, swap[0]) for kept in windows),
@@ -130,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         if self.harness.scheduler.steps_in_flight < self.depth:
-            self.harness.plan()
+            check_size(self.harness.plan())
 
     @precondition(lambda self: self.harness.results)
     @rule()
@@ -193,6 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "harness"):
             self.harness.drain()
+            self.patch.undo()
             self.harness.check_all()
 
 
