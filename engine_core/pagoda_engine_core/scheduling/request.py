@@ -203,7 +203,8 @@ class Request:
         self.stop_ids = frozenset(self.eos_token_ids + self.params.stop_token_ids)
         self.search = self._search() if self.params.use_beam_search else None
         carried = self.params, self.eos_token_ids, record.adapter, record.cache_salt
-        self.row_bytes = len(msgspec.msgpack.encode(carried))  # of what each of its rows is told beside its tokens
+        # What each of its rows is told beside its tokens; functions stay in this process.
+        self.row_bytes = len(msgspec.msgpack.encode(carried, enc_hook=repr))
         self.choices = [Choice(self, index) for index in range(self.params.n)]
         if self.search is None:
             self._take_prior(resume.prior_outputs)
