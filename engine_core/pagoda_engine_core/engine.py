@@ -25,7 +25,8 @@ from pagoda_engine_core.dispatch.answers import Answers, Draining, NoObserver, O
 from pagoda_engine_core.dispatch.inbox import Inbox, stopped
 from pagoda_engine_core.dispatch.router import Router
 from pagoda_engine_core.dispatch.worker import Worker
-from pagoda_engine_core.grammars.checker import Checker, GrammarChecker, Verdict
+from pagoda_engine_core.grammars.checker import Checker, GrammarChecker
+from pagoda_engine_core.grammars.verdicts import Verdict
 from pagoda_engine_core.scheduling.decoding import News
 from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.views import Stats, WorkerView
@@ -75,7 +76,7 @@ class EngineCore:
         self._observer = observer or NoObserver()
         self._router = Router(config, plans_late=executor.concurrent)
         self._checker = checker or GrammarChecker()
-        self.admission = Admission(config, lambda grammar: self._checker.check(grammar, self._grammar_checked))
+        self.admission = Admission(config, partial(self._checker.check, told=self._grammar_checked))
         self._answers = Answers(self._observer)
         self._inbox = Inbox(executor.wake)
         self._totals: Counter[str] = Counter()
@@ -343,7 +344,7 @@ class EngineCore:
         self._inbox.post(partial(self._take_verdict, grammar, verdict))
 
     def _take_verdict(self, grammar: str, verdict: Verdict, now: float) -> None:
-        waited = self.admission.judged(grammar, verdict)
+        waited = self.admission.judged(grammar, verdict, now)
         if verdict.error is None:
             return self._admit_held(waited, now)
         for held in waited:

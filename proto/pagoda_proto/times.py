@@ -82,8 +82,9 @@ USAGE_LAST_S = 2.0  # .. and at its end, if that takes no longer
 
 GRAMMAR_COMPUTE_S = 0.1  # a grammar that takes more processor time is refused: a worker's rows wait for it
 GRAMMAR_CHECK_S = 2.0  # .. and one that takes longer, whoever else computes
-GRAMMAR_REFUSED_S = 30.0  # .. and for so long is not tried again; it may have been the machine that was slow
-GRAMMAR_SILENT_S = 5.0  # .. by a process that is killed when it neither answers nor ends
+GRAMMAR_REFUSED_S = 5.0  # .. and is not tried again for so long, doubling, for the machine may have been slow ..
+GRAMMAR_REFUSED_MOST_S = 600.0  # .. up to this
+GRAMMAR_SILENT_S = 5.0  # the process that checks them is killed when it neither answers nor ends for so long
 
 # On the way down
 GATEWAY_DRAINS_S = 30.0  # what is open at a gateway that was asked to leave may go on for so long

@@ -29,6 +29,7 @@ MAY_START_PROCESSES = (
     "services/pagoda/",
     "worker/pagoda_worker/kernels/cpu/build.py",
     "engine_core/pagoda_engine_core/grammars/checker.py",
+    "engine_core/pagoda_engine_core/grammars/program.py",
 )
 REMOTE_CODE = "trust_remote_code"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +10,7 @@ from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.answers import Draining, Full, Sink, Submission
 from pagoda_engine_core.dispatch.throughput import Throughput
 from pagoda_engine_core.dispatch.waiting import Ahead
-from pagoda_engine_core.grammars.checker import Verdict
+from pagoda_engine_core.grammars.verdicts import Verdict, Verdicts
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_proto.adapters.identity import adapter_problems
 from pagoda_proto.channel import MAX_ID_BYTES
@@ -30,8 +28,6 @@ FIRST_EXPECTED_OUTPUT = 128
 """Tokens that a request is taken to yield until one has ended."""
 LEAST_WEIGHT = 0.05
 """Of the newest of many endings in their average."""
-MAX_VERDICTS = 4096
-"""On grammars, kept for when they are asked for again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,15 +54,15 @@ class Admission:
     """Lets submissions in. Until a first worker has told the model's limits, and until its grammar is checked, one is
     held, neither in nor refused.
 
-    `check` has a grammar checked, whose verdict is then to be brought to `judged`. Grammars of requests that have begun
-    were checked when those began: only then does a clock decide, and what has begun is never refused.
+    `check` has a grammar checked for a tenant, whose verdict is then to be brought to `judged`. Grammars of requests
+    that have begun were checked when those began: only then does a clock decide, and what has begun is never refused.
     """
 
-    def __init__(self, config: EngineConfig, check: Callable[[str], object]) -> None:
+    def __init__(self, config: EngineConfig, check: Callable[[str, str], object]) -> None:
         self._config = config
         self._check = check
-        self._checking: set[str] = set()
-        self._verdicts: OrderedDict[bytes, PagodaError | None] = OrderedDict()
+        self._checking: dict[str, set[str]] = {}  # for which tenants, by grammar
+        self._verdicts = Verdicts()
         self._held: dict[str, HeldSubmission] = {}
         self._num_held_tokens = 0
         self._throughput = Throughput()
@@ -104,18 +100,15 @@ class Admission:
             return None
         self._check_model(submission)
         request = _request(submission, self.limits, self.readings)
-        if self._may_compile(submission):
+        if self._may_compile(submission, now):
             return request
         self._hold(submission, now)
         return None
 
-    def judged(self, grammar: str, verdict: Verdict) -> list[HeldSubmission]:
+    def judged(self, grammar: str, verdict: Verdict, now: float) -> list[HeldSubmission]:
         """The submissions that were held for this verdict."""
-        self._checking.discard(grammar)
-        if verdict.final:
-            self._verdicts[_digest(grammar)] = verdict.error
-            if len(self._verdicts) > MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
+        self._checking.pop(grammar, None)
+        self._verdicts.keep(grammar, verdict, now)
         waited = [held for held in self._held.values() if held.grammar == grammar]
         for held in waited:
             self._drop(held.submission.request_id)
@@ -219,21 +212,20 @@ class Admission:
         num_outputs = self._expected_output * (num_waiting + self.num_held + num_running / 2)
         return min(MAX_RETRY_AFTER_S, max(1.0, (num_prompt_tokens + self._num_held_tokens + num_outputs) / rate))
 
-    def _may_compile(self, submission: Submission) -> bool:
+    def _may_compile(self, submission: Submission, now: float) -> bool:
         """False if its grammar is being checked. Raises PagodaError when it was refused, or too many wait."""
         grammar = submission.record.task.params.grammar
         if not grammar or submission.resume.has_tokens:
             return True
-        name = _digest(grammar)
-        if name not in self._verdicts:
-            if grammar not in self._checking:
-                self._check(grammar)
-                self._checking.add(grammar)
+        verdict = self._verdicts.find(grammar, now)
+        if verdict is None:
+            tenant = submission.record.tenant
+            if tenant not in self._checking.get(grammar, ()):
+                self._check(grammar, tenant)
+                self._checking.setdefault(grammar, set()).add(tenant)
             return False
-        self._verdicts.move_to_end(name)
-        error = self._verdicts[name]
-        if error is not None:
-            raise error.anew()
+        if verdict.error is not None:
+            raise verdict.error.anew()
         return True
 
     def _check_model(self, submission: Submission) -> None:
@@ -263,10 +255,6 @@ class Admission:
         held, self._held = self._held, {}
         self._num_held_tokens = 0
         return list(held.values())
-
-
-def _digest(grammar: str) -> bytes:
-    return hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
 
 
 def _request(submission: Submission, limits: ModelLimits, readings: Readings) -> Request:

@@ -1,4 +1,4 @@
-"""Grammars are checked one after the other, by a process that is kept until one of them takes it down.
+"""Grammars are checked one after the other, by a process that is kept: what one of them takes down is a fork of it.
 
 Nothing of a grammar reaches a command line: the process is always the same, and reads grammars from a socket.
 """
@@ -7,63 +7,51 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from hashlib import sha256
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from pagoda_engine_core.grammars.program import LENGTH, MEMORY_BYTES, READY, frame
+from pagoda_engine_core.grammars.program import ENDED, JUDGED, LENGTH, MEMORY_BYTES, READY, frame
+from pagoda_engine_core.grammars.turns import Told, Turns
+from pagoda_engine_core.grammars.verdicts import Verdict
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.times import GRAMMAR_CHECK_S, GRAMMAR_COMPUTE_S, GRAMMAR_REFUSED_S, GRAMMAR_SILENT_S, START_S
+from pagoda_proto.times import GRAMMAR_CHECK_S, GRAMMAR_COMPUTE_S, GRAMMAR_SILENT_S, START_S
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 32
-MAX_DEAR = 1024
 COMMAND = (sys.executable, "-P", "-m", "pagoda_engine_core.grammars.program")
 
 
-class Verdict(NamedTuple):
-    """`error` says why a grammar is refused, None if it is not. `final`: asking again would bring the same."""
-
-    error: PagodaError | None
-    final: bool
-
-
-Told = Callable[[str, Verdict], object]
-
-
 class Checker(Protocol):
-    def check(self, grammar: str, told: Told) -> None:
-        """Have `told` called, by any thread. Raises PagodaError when it cannot take another one."""
+    def check(self, grammar: str, tenant: str, told: Told) -> None:
+        """Have `told` called, by any thread. Raises PagodaError when it cannot take another one of this tenant."""
 
     def close(self) -> None:
         """Nobody is told anything any more."""
 
 
 class GrammarChecker:
-    """`check` is for one thread, `told` is called by another one. The process is started with the first grammar."""
+    """`check` is for one thread; `told` is called by another one, or by this one for what must make room. The process
+    is started with the first grammar."""
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
         self._command = command
-        self._waiting: queue.Queue[tuple[str, Told] | None] = queue.Queue()
+        self._turns = Turns(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._process: _Process | None = None
-        self._dear: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # why each was refused, and until when
         self._closed = False
 
-    def check(self, grammar: str, told: Told) -> None:
-        """See `Checker`; raises PagodaError OVERLOADED when too many wait already."""
-        if self._waiting.qsize() >= MAX_WAITING:
-            raise PagodaError(ErrorCode.OVERLOADED, f"{MAX_WAITING} grammars wait to be checked", "grammar")
-        self._waiting.put((grammar, told))
+    def check(self, grammar: str, tenant: str, told: Told) -> None:
+        """See `Checker`; raises PagodaError OVERLOADED when too many wait already, and no tenant has more of them."""
+        if (gone := self._turns.put(tenant, grammar, told)) is not None:
+            unread, its = gone
+            its(unread, Verdict(self._turns.overloaded(), final=False))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
@@ -71,7 +59,7 @@ class GrammarChecker:
     def close(self) -> None:
         """See `Checker`; the process ends."""
         self._closed = True
-        self._waiting.put(None)
+        self._turns.close()
         process = self._process
         if process is not None:
             process.kill()
@@ -79,7 +67,7 @@ class GrammarChecker:
             self._thread.join(GRAMMAR_SILENT_S)
 
     def _run(self) -> None:
-        while (item := self._waiting.get()) is not None and not self._closed:
+        while (item := self._turns.take()) is not None:
             grammar, told = item
             try:
                 verdict = self._judge(grammar)
@@ -99,32 +87,28 @@ class GrammarChecker:
         self._process = None
 
     def _judge(self, grammar: str) -> Verdict:
-        """One that cost a process is refused unread for a while: a new process takes longer than most grammars."""
-        digest = sha256(grammar.encode(errors="replace")).digest()
-        why, until = self._dear.get(digest, ("", 0.0))
-        if time.monotonic() < until:
-            return Verdict(_refused(why), final=False)
         try:
-            if self._process is not None and not self._process.alive:
-                self._end_process()
-            self._process = self._process or _Process(self._command)
+            answer = self._ask(grammar.encode(errors="replace"))
         except OSError as error:
-            log.error("the process that checks grammars does not start: %s", error)
-            return Verdict(PagodaError(ErrorCode.UNAVAILABLE, "grammars cannot be checked at the moment"), final=False)
-        try:
-            problem = self._process.ask(grammar.encode(errors="replace")).decode()
-        except OSError:
-            why = self._process.end()
-            if not self._process.was_killed:
-                self._remember(digest, why)
-            return Verdict(_refused(why), final=False)
+            if not self._closed:
+                log.error("the process that checks grammars does not start, or stay: %s", error)
+            unavailable = PagodaError(ErrorCode.UNAVAILABLE, "grammars cannot be checked at the moment")
+            return Verdict(unavailable, final=False)
+        if answer.startswith(ENDED):
+            return Verdict(_refused(_why(int(answer.removeprefix(ENDED)))), final=False, dear=True)
+        problem = answer.removeprefix(JUDGED).decode()
         return Verdict(_refused(problem) if problem else None, final=True)
 
-    def _remember(self, digest: bytes, why: str) -> None:
-        self._dear[digest] = why, time.monotonic() + GRAMMAR_REFUSED_S
-        self._dear.move_to_end(digest)
-        if len(self._dear) > MAX_DEAR:
-            self._dear.popitem(last=False)
+    def _ask(self, text: bytes) -> bytes:
+        """Of the process that is there; if that is lost, whoever ended it, of another one."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                return self._process.ask(text)
+            self._end_process()
+        self._process = _Process(self._command)
+        if self._closed:
+            raise OSError("it is to end")
+        return self._process.ask(text)
 
 
 class _Process:
@@ -143,36 +127,23 @@ class _Process:
                 raise OSError("it says something else")
             undo.pop_all()
 
-    @property
-    def was_killed(self) -> bool:
-        """By somebody else, whatever it was asked: nothing that it does itself ends it so."""
-        return self._popen.returncode == -signal.SIGKILL
-
-    @property
-    def alive(self) -> bool:
-        return self._popen.poll() is None
-
     def ask(self, text: bytes) -> bytes:
         self._socket.sendall(frame(text))
-        return self._receive(GRAMMAR_SILENT_S)
+        try:
+            return self._receive(GRAMMAR_SILENT_S)
+        except TimeoutError:
+            self.kill()  # it was in no state to take the signal that ends a check
+            return ENDED + str(int(-signal.SIGALRM)).encode()
 
     def kill(self) -> None:
-        self._popen.kill()
+        """With its fork, whatever state that is in."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
 
-    def end(self) -> str:
-        """End it, if it has not; how it ended."""
+    def end(self) -> None:
         self._socket.close()
-        try:
-            code = self._popen.wait(1.0)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-            code = -signal.SIGALRM  # which it was in no state to take
-        if code == -signal.SIGPROF:
-            return f"it takes more than {GRAMMAR_COMPUTE_S:g} s of processor time to compile"
-        if code == -signal.SIGALRM:
-            return f"it takes longer than {GRAMMAR_CHECK_S:g} s to compile"
-        return f"it needs more than {MEMORY_BYTES >> 20} MB to be compiled, or breaks the compiler"
+        self.kill()
+        self._popen.wait()
 
     def _receive(self, timeout_s: float) -> bytes:
         self._socket.settimeout(timeout_s)
@@ -187,6 +158,15 @@ class _Process:
                 raise OSError("it has ended")
             data += part
         return data
+
+
+def _why(code: int) -> str:
+    """What a grammar did over which the process that compiled it ended so."""
+    if code == -signal.SIGPROF:
+        return f"it takes more than {GRAMMAR_COMPUTE_S:g} s of processor time to compile"
+    if code == -signal.SIGALRM:
+        return f"it takes longer than {GRAMMAR_CHECK_S:g} s to compile"
+    return f"it needs more than {MEMORY_BYTES >> 20} MB to be compiled, or breaks the compiler"
 
 
 def _refused(problem: str) -> PagodaError:

@@ -1,11 +1,14 @@
 """The process that compiles clients' grammars: frames in, a frame of what is wrong with each out, "" if nothing is.
 
-A hostile grammar may take it down and nothing else: the kernel ends it when a check takes too long, and refuses it
-memory beyond its limit. It ends with whoever holds the other end of its socket.
+They are compiled in a fork of it. A hostile grammar may take that down and nothing else: the kernel ends it when a
+check takes too long, and refuses it memory beyond its limit. The next fork costs milliseconds, where another process
+would load the compiler anew. All end with whoever holds the other end of the socket.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import resource
 import signal
 import struct
@@ -20,6 +23,8 @@ MEMORY_BYTES = 512 * 2**20  # of address space
 MAX_TOLD_CHARS = 400
 LENGTH = struct.Struct("<I")
 READY = b"ready"
+JUDGED, ENDED = b"judged ", b"ended "
+"""What an answer begins with: behind it is the problem, or with what exit code (of signals, negative) a check ended."""
 NO_TOKENIZER = "no tokenizer"  # what it says of special tokens here; all else are keywords that it may pass over
 ELIDED = "<non-verbose/>"  # what stands for what was written, without verbose_errors
 
@@ -51,8 +56,32 @@ def main(asked: BinaryIO, answers: BinaryIO) -> None:
     problem_of("start: /a/")  # all that is loaded late
     answers.write(frame(READY))
     answers.flush()
+    checking = mmap.mmap(-1, 1)  # shared: 1 while somebody waits for an answer
+    while True:
+        code = _in_a_fork(asked, answers, checking)
+        if code == -signal.SIGKILL or not checking[0]:
+            return  # no check has done that: whoever waits for one sees that we are gone
+        checking[0] = 0
+        answers.write(frame(ENDED + str(code).encode()))
+        answers.flush()
+
+
+def _in_a_fork(asked: BinaryIO, answers: BinaryIO, checking: mmap.mmap) -> int:
+    """Serve until there is nobody to serve, or a check ends it: its exit code."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    try:
+        _serve(asked, answers, checking)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _serve(asked: BinaryIO, answers: BinaryIO, checking: mmap.mmap) -> None:
     while length := asked.read(LENGTH.size):
         grammar = asked.read(LENGTH.unpack(length)[0]).decode()
+        checking[0] = 1
         # Unhandled, the timers' signals end the process, whatever it does.
         signal.setitimer(signal.ITIMER_REAL, GRAMMAR_CHECK_S)
         signal.setitimer(signal.ITIMER_PROF, GRAMMAR_COMPUTE_S)
@@ -60,7 +89,8 @@ def main(asked: BinaryIO, answers: BinaryIO) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         problem = located(problem, grammar) or leaking(grammar)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(frame(problem.replace(ELIDED, "").strip()[:MAX_TOLD_CHARS].encode()))
+        checking[0] = 0
+        answers.write(frame(JUDGED + problem.replace(ELIDED, "").strip()[:MAX_TOLD_CHARS].encode()))
         answers.flush()
 
 

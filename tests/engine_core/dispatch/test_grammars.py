@@ -9,14 +9,16 @@ from tests.engine_core.bench import Bench
 from tests.engine_core.fake_worker import make_hello
 from tests.fakes import make_record, reference_tokens
 
-from pagoda_engine_core.dispatch import admission
-from pagoda_engine_core.grammars.checker import Verdict
+from pagoda_engine_core.grammars import verdicts
+from pagoda_engine_core.grammars.verdicts import Verdict
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import FinishReason, PriorOutput, RequestRecord
+from pagoda_proto.times import GRAMMAR_REFUSED_S
 
 GOOD = Verdict(None, final=True)
 BAD = Verdict(PagodaError(ErrorCode.INVALID_ARGUMENT, "no good", "grammar"), final=True)
-SLOW = Verdict(PagodaError(ErrorCode.INVALID_ARGUMENT, "too slow", "grammar"), final=False)
+SLOW = Verdict(PagodaError(ErrorCode.INVALID_ARGUMENT, "too slow", "grammar"), final=False, dear=True)
+UNREAD = Verdict(PagodaError(ErrorCode.OVERLOADED, "too many", "grammar"), final=False)
 
 
 class ScriptedChecker:
@@ -24,13 +26,15 @@ class ScriptedChecker:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.tenants: list[str] = []
         self.full = self.closed = False
         self._told: dict[str, Callable[[str, Verdict], object]] = {}
 
-    def check(self, grammar: str, told: Callable[[str, Verdict], object]) -> None:
+    def check(self, grammar: str, tenant: str, told: Callable[[str, Verdict], object]) -> None:
         if self.full:
             raise PagodaError(ErrorCode.OVERLOADED, "too many", "grammar")
         self.asked.append(grammar)
+        self.tenants.append(tenant)
         self._told[grammar] = told
 
     def find(self, grammar: str, verdict: Verdict) -> None:
@@ -121,19 +125,41 @@ def test_what_a_busy_machine_may_be_to_blame_for_is_asked_again(bench: Bench, ch
     bench.settle()
     checker.find("g", SLOW)
     bench.settle()
+    early = bench.submit(formed())
+    bench.settle()
+    assert checker.asked == ["g"], "not at once"
+    bench.pass_time(GRAMMAR_REFUSED_S + 1)
     bench.submit(second)
     bench.settle()
     assert checker.asked == ["g", "g"]
     checker.find("g", GOOD)
     bench.settle()
-    assert set(bench.sink.rejections) == {first.request_id}
+    assert set(bench.sink.rejections) == {first.request_id, early}
+    assert bench.sink.rejections[early].message == "too slow"
     assert set(bench.sink.endings) == {second.request_id}
+
+
+def test_each_tenant_that_asks_has_a_turn_and_who_made_room_for_others_is_overloaded(
+    bench: Bench, checker: ScriptedChecker
+) -> None:
+    records = [formed(tenant=tenant) for tenant in ("a", "a", "b")]
+    for record in records:
+        bench.submit(record)
+    bench.settle()
+    assert (checker.asked, checker.tenants) == (["g", "g"], ["a", "b"])
+    checker.find("g", UNREAD)
+    bench.settle()
+    assert {error.code for error in bench.sink.rejections.values()} == {ErrorCode.OVERLOADED}
+    assert len(bench.sink.rejections) == 3
+    bench.submit(formed())
+    bench.settle()
+    assert len(checker.asked) == 3
 
 
 def test_sec_17_verdicts_are_kept_for_so_many(
     bench: Bench, checker: ScriptedChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "MAX_VERDICTS", 3)
+    monkeypatch.setattr(verdicts, "MAX_FINAL", 3)
     for grammar in ("a", "b", "a", "c", "d", "a", "b"):  # b is the first to be forgotten, as a was asked for again
         known = set(checker.asked)
         bench.submit(formed(grammar))

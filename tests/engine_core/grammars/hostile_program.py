@@ -26,6 +26,8 @@ def obey(grammar: str) -> str:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "pid":
             return str(os.getpid())
+        case "parent":
+            return str(os.getppid())
         case "bad":
             return "bad grammar"
     return ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import queue
+import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +14,10 @@ import pytest
 from tests.worker.grammars.support import NONE, end, small_grammars
 
 from pagoda_engine_core.grammars import checker
-from pagoda_engine_core.grammars.checker import GrammarChecker, Verdict
+from pagoda_engine_core.grammars.checker import GrammarChecker
 from pagoda_engine_core.grammars.program import problem_of
-from pagoda_proto import grammars, times
+from pagoda_engine_core.grammars.verdicts import Verdict
+from pagoda_proto import grammars
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 HOSTILE = (sys.executable, str(Path(__file__).with_name("hostile_program.py")))
@@ -33,7 +34,7 @@ def checking(*command: str) -> Iterator[Ask]:
     answers: queue.Queue[tuple[str, Verdict]] = queue.Queue()
 
     def ask(grammar: str) -> Verdict:
-        made.check(grammar, lambda *answer: answers.put(answer))
+        made.check(grammar, "", lambda *answer: answers.put(answer))
         name, verdict = answers.get(timeout=WAIT_S)
         assert name == grammar
         return verdict
@@ -169,23 +170,36 @@ def test_the_process_is_kept_while_it_lives_and_replaced_when_it_does_not(ask_ho
     assert int(told(ask_hostile("pid")).rpartition(" ")[2]) != pid
 
 
-def test_what_took_a_process_down_is_not_tried_again_at_once(ask_hostile: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    says = told(ask_hostile("spin"))
-    pid = told(ask_hostile("pid"))
-    assert told(ask_hostile("spin")) == says
-    assert told(ask_hostile("pid")) == pid, "no process was lost with it"
-    later = time.monotonic() + times.GRAMMAR_REFUSED_S
-    monkeypatch.setattr(checker.time, "monotonic", lambda: later)
-    assert told(ask_hostile("spin")) == says
-    assert told(ask_hostile("pid")) != pid
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_end_that_no_grammar_has_caused_is_no_answer_to_the_next(ask_hostile: Ask, number: int) -> None:
+    process = psutil.Process(int(told(ask_hostile("pid")).rpartition(" ")[2]))
+    process.send_signal(number)
+    psutil.wait_procs([process], timeout=WAIT_S)
+    assert told(ask_hostile("bad")) == "this cannot be used: bad grammar"
+    assert ask_hostile("fine") == Verdict(None, final=True)
 
 
-def test_only_so_many_wait() -> None:
-    made = GrammarChecker(HOSTILE)
+@pytest.mark.parametrize("order", ["spin", "wait", "eat", "crash"])
+def test_the_compiler_is_not_loaded_anew_for_what_a_grammar_took_down(ask_hostile: Ask, order: str) -> None:
+    fork, parent = told(ask_hostile("pid")), told(ask_hostile("parent"))
+    verdict = ask_hostile(order)
+    assert (verdict.final, verdict.dear) == (False, True)
+    assert told(ask_hostile("parent")) == parent
+    assert told(ask_hostile("pid")) != fork
+
+
+def test_what_finds_no_room_is_refused_and_what_makes_room_is_told() -> None:
+    made, heard = GrammarChecker(HOSTILE), queue.Queue[tuple[str, Verdict]]()
+    made.check("wait", "first", lambda *_: None)  # which is checked, or about to be, all along
     with pytest.raises(PagodaError, match="wait to be checked") as refused:
-        for _ in range(2 + checker.MAX_WAITING):
-            made.check("spin", lambda *_: None)
+        for place in range(2 + checker.MAX_WAITING):
+            made.check(f"{place}", "first", lambda *answer: heard.put(answer))
     assert refused.value.code is ErrorCode.OVERLOADED
+    made.check("mine", "second", lambda *_: None)
+    displaced, verdict = heard.get(timeout=WAIT_S)
+    assert int(displaced) >= checker.MAX_WAITING - 2
+    assert verdict.error is not None
+    assert (verdict.error.code, verdict.final, verdict.dear) == (ErrorCode.OVERLOADED, False, False)
     made.close()
 
 

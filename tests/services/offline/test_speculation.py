@@ -19,7 +19,8 @@ from tests.worker.models.checkpoints import NATIVE, VOCAB, make_model, save
 from pagoda import LLM, SamplingParams
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
-from pagoda_engine_core.grammars.checker import Told, Verdict
+from pagoda_engine_core.grammars.turns import Told
+from pagoda_engine_core.grammars.verdicts import Verdict
 from pagoda_engine_core.workers.executor import InprocExecutor
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import Delta, NextTokens, RequestRecord
@@ -120,7 +121,7 @@ class Crashing:
 class Trusting:
     """A checker that finds every grammar good, at once: how long a real one takes decides who begins when."""
 
-    def check(self, grammar: str, told: Told) -> None:
+    def check(self, grammar: str, tenant: str, told: Told) -> None:
         told(grammar, Verdict(None, final=True))
 
     def close(self) -> None:

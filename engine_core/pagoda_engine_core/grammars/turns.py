@@ -1,0 +1,68 @@
+"""Whose grammar is checked next: tenants that have some waiting take turns, and who has most waiting makes room.
+
+So whatever one tenant asks, of another's grammars the first waits for one check of each, and finds a place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from pagoda_engine_core.grammars.verdicts import Verdict
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+Told = Callable[[str, Verdict], object]
+
+
+class Turns:
+    """Grammars that wait, at most `most`, each with who is to be told; for any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lines: OrderedDict[str, dict[str, Told]] = OrderedDict()  # by tenant, in order of turns; none is empty
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, tenant: str, grammar: str, told: Told) -> tuple[str, Told] | None:
+        """Have it wait; what must go for that is handed out. Raises PagodaError OVERLOADED where nothing must."""
+        with self._changed:
+            line = self._lines.get(tenant, {})
+            if grammar in line:
+                return None
+            gone = None
+            if sum(map(len, self._lines.values())) >= self._most:
+                if len(longest := max(self._lines.values(), key=len)) < len(line) + 2:
+                    if self._waits(grammar):
+                        return None
+                    raise self.overloaded()
+                gone = longest.popitem()
+            self._lines.setdefault(tenant, line)[grammar] = told
+            self._changed.notify()
+            return None if gone is None or self._waits(gone[0]) else gone
+
+    def take(self) -> tuple[str, Told] | None:
+        """The next one, once there is one; None when closed. It waits in no tenant's line any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines or self._closed)
+            if self._closed:
+                return None
+            tenant, line = self._lines.popitem(last=False)
+            grammar, told = next(iter(line.items()))
+            self._lines[tenant] = line
+            for name, other in list(self._lines.items()):
+                other.pop(grammar, None)
+                if not other:
+                    del self._lines[name]
+            return grammar, told
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def overloaded(self) -> PagodaError:
+        return PagodaError(ErrorCode.OVERLOADED, f"{self._most} grammars wait to be checked", "grammar")
+
+    def _waits(self, grammar: str) -> bool:
+        return any(grammar in line for line in self._lines.values())
