@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pagoda_worker.device.accelerator import Accelerator, Memory
-from pagoda_worker.loading.memory import host_available_bytes
+from pagoda_worker.device.available import host_available_bytes
 
 Run = Callable[[], object]
 LAUNCH_GAP_US = 10.0  # a shorter pause between two operations is theirs; in a longer one the device waits for the host

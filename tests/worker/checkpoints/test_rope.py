@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pagoda_worker.checkpoints.config_reader import ConfigReader
-from pagoda_worker.checkpoints.rope import RopeShape, RotaryTable, head_order, inverse_frequencies
+from pagoda_worker.checkpoints.rope import SLICE, RopeShape, RotaryTable, head_order, inverse_frequencies
 from pagoda_worker.checkpoints.rope_fields import RopeDefaults, read_rope
 
 CPU = torch.device("cpu")
@@ -66,6 +68,52 @@ def test_what_depends_on_the_length_of_a_row_is_named() -> None:
     dynamic = both("dynamic", {}, LONGEST)[0]
     assert dynamic.fixed_at(LONGEST + 1) != dynamic.fixed_at(LONGEST + 2)
     assert dynamic.reach == 3 * LONGEST
+
+
+def at_once(shape: RopeShape, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both tables by their formula."""
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(shape, length)
+    still = (0, (shape.head_dim - shape.dims) // 2)
+    cos, sin = angles.cos() * shape.magnitude, angles.sin() * shape.magnitude
+    return torch.nn.functional.pad(cos, still, value=1.0), torch.nn.functional.pad(sin, still)
+
+
+@pytest.mark.parametrize("length", [1, 37, SLICE, 2 * SLICE + 77])
+@pytest.mark.parametrize(("kind", "changes"), [("default", {}), *VARIANTS])
+def test_a_table_made_in_slices_has_the_bits_of_one_made_at_once(
+    kind: str, changes: dict[str, Any], length: int
+) -> None:
+    plain = RopeShape(theta=1e4, head_dim=DIM, turning=20)
+    for shape in (plain, replace(plain, turning=0)) if kind == "default" else (both(kind, changes, length)[0],):
+        table = RotaryTable(shape, length, CPU).at(torch.arange(length))
+        for ours, theirs in zip((table.cos_table, table.sin_table), at_once(shape, length), strict=True):
+            assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+
+
+class Largest(TorchDispatchMode):
+    """Remembers what operations have made, and not where only a view of it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        for one in made if isinstance(made, list | tuple) else [made]:
+            place = one.untyped_storage().data_ptr()
+            self.bytes[place] = max(self.bytes.get(place, 0), one.untyped_storage().nbytes())
+        return made
+
+
+def test_nothing_as_large_as_a_table_is_made_beside_them() -> None:
+    shape, length = RopeShape(theta=1e4, head_dim=128, magnitude=1.5), 8 * SLICE
+    with Largest() as largest:
+        table = RotaryTable(shape, length, CPU)
+    found = table.at(torch.zeros(1, dtype=torch.int64))
+    kept = {one.untyped_storage().data_ptr() for one in (found.cos_table, found.sin_table)}
+    assert sum(largest.bytes[one] for one in kept) == length * shape.bytes_per_position
+    beside = [size for place, size in largest.bytes.items() if place not in kept]
+    assert max(beside) <= length * shape.bytes_per_position // 16
 
 
 def test_llama3_blends_between_the_two_wavelengths() -> None:

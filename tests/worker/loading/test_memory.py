@@ -1,22 +1,20 @@
-"""How many KV blocks a worker takes, and from what it learns how much memory there is."""
+"""How many KV blocks a worker takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device.available import GIB
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.loading import memory
 from pagoda_worker.loading.memory import (
-    GIB,
     DeviceUse,
     NotEnoughMemory,
-    host_available_bytes,
     num_kv_blocks,
     num_swap_blocks,
     usable_bytes,
@@ -198,42 +196,3 @@ def test_a_draft_model_s_blocks_are_swapped_beside_the_model_s() -> None:
 def test_swap_space_is_not_negative(gib: float) -> None:
     with pytest.raises(ValueError, match=r"swap_space_gib must be -1 or between 0 and 1000000"):
         config_of(swap_space_gib=gib)
-
-
-# --- of a host --------------------------------------------------------------------------------------------------------
-
-
-def files(root: Path, contents: dict[str, str]) -> Path:
-    for name, text in contents.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-MEMINFO = {"proc/meminfo": "MemTotal: 16 kB\nMemAvailable: 8388608 kB\n"}
-
-
-def test_the_machine_without_limits(tmp_path: Path) -> None:
-    unlimited = {"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "5\n"}
-    assert host_available_bytes(files(tmp_path, MEMINFO | unlimited)) == 8 * GIB
-
-
-def test_a_control_group_of_version_2(tmp_path: Path) -> None:
-    limit = {
-        "sys/fs/cgroup/memory.max": f"{3 * GIB}\n",
-        "sys/fs/cgroup/memory.current": f"{2 * GIB}\n",
-        "sys/fs/cgroup/memory.stat": f"anon 7\ninactive_file {GIB}\n",
-    }
-    assert host_available_bytes(files(tmp_path, MEMINFO | limit)) == 2 * GIB
-
-
-def test_a_control_group_of_version_1(tmp_path: Path) -> None:
-    limit = {
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
-    }
-    assert host_available_bytes(files(tmp_path, MEMINFO | limit)) == GIB
-
-
-def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
-    assert host_available_bytes(tmp_path) == 4 * GIB

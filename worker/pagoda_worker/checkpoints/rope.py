@@ -23,6 +23,8 @@ import torch
 
 from pagoda_worker.kernels.ops import Rotation
 
+SLICE = 8192  # positions that are computed at a time
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeShape:
@@ -53,6 +55,11 @@ class RopeShape:
     @property
     def dims(self) -> int:
         return self.turning or self.head_dim
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Of its table."""
+        return 2 * (self.head_dim // 2) * torch.float32.itemsize
 
     @property
     def reach(self) -> int:
@@ -136,11 +143,13 @@ class RotaryTable:
     """
 
     def __init__(self, shape: RopeShape, max_positions: int, device: torch.device) -> None:
-        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies(shape, max_positions)
-        still = (0, (shape.head_dim - shape.dims) // 2)
-        cos, sin = angles.cos() * shape.magnitude, angles.sin() * shape.magnitude
-        self._cos = torch.nn.functional.pad(cos, still, value=1.0).to(device)
-        self._sin = torch.nn.functional.pad(sin, still).to(device)
+        size, turning = (max_positions, shape.head_dim // 2), shape.dims // 2
+        self._cos, self._sin = torch.ones(size, device=device), torch.zeros(size, device=device)
+        frequencies, start = inverse_frequencies(shape, max_positions), 0
+        for positions in torch.split(torch.arange(max_positions, dtype=torch.float32), SLICE):
+            angles, rows = positions[:, None] * frequencies, slice(start, start := start + len(positions))
+            for table, values in ((self._cos, angles.cos()), (self._sin, angles.sin())):
+                table[rows, :turning] = values if shape.magnitude == 1.0 else values * shape.magnitude
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """positions [T] int64."""

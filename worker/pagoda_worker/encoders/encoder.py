@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from pagoda_worker.checkpoints.rope import RotaryTable
 from pagoda_worker.checkpoints.source import Source
 from pagoda_worker.checkpoints.spec import MlpShape
 from pagoda_worker.encoders.spec import EncoderLayer, EncoderSpec, biased
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Cache, Ops, Rotation
 from pagoda_worker.models.linear import Linear, Mlp, Packer
+from pagoda_worker.models.tables import rotary_tables
 from pagoda_worker.rows.batch import Batch
 
 FARTHEST = 128  # tokens apart, beyond which MPNet's bias is the same
@@ -53,7 +53,8 @@ class Encoder:
         self.scratch = KVShape(
             num_layers=1, num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, dtype=dtype
         )
-        self._ropes = [RotaryTable(shape, max_len, ops.device) for shape in spec.ropes]
+        of_bias = 2 * attention.num_heads * torch.float32.itemsize if spec.biased_by_distance else 0
+        self._ropes = rotary_tables(spec.ropes, max_len, ops.device, of_bias)
         packer = Packer(ops, source, dtype)
         self._layers = [
             _load_layer(spec, packer, index, -1 if layer.rope is None else spec.ropes.index(layer.rope))

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from pagoda_worker.config import AUTO_SWAP_SPACE, WorkerConfig
-from pagoda_worker.cores import system_text
+from pagoda_worker.device.available import GIB, host_available_bytes
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.loading.retention import KEEP_ALL, Retention, bytes_of_row
 
-GIB = 1024**3
 SHARE = 0.6
 CPU_CAP_BYTES = 4 * GIB
 SWAP_BYTES = 4 * GIB
@@ -158,35 +157,3 @@ def _usable(config: WorkerConfig, use: DeviceUse | None, adapters_bytes: int) ->
 def usable_bytes(available: int) -> int:
     """The share of a host's available memory that the cache takes."""
     return int(min(available * SHARE, max(CPU_CAP_BYTES, available / 4)))
-
-
-def host_available_bytes(root: Path) -> int:
-    """The least of MemAvailable and what control groups (v2, v1) leave; `root` is "/" except in tests."""
-    bounds = [
-        available
-        for available in (
-            _meminfo(root / "proc/meminfo"),
-            _headroom(root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-            _headroom(
-                root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            ),
-        )
-        if available is not None
-    ]
-    return min(bounds, default=CPU_CAP_BYTES)
-
-
-def _meminfo(path: Path) -> int | None:
-    for line in system_text(path).splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _headroom(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """Limit minus usage, not counting file pages that the kernel gives back on demand (the mapped weights)."""
-    bound, used = system_text(group / limit).split(), system_text(group / usage).split()
-    if not bound or not used or not bound[0].isdigit():
-        return None
-    stat = dict(line.split()[:2] for line in system_text(group / "memory.stat").splitlines())
-    return max(0, int(bound[0]) - int(used[0]) + int(stat.get(reclaimable, 0)))

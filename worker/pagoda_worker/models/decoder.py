@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from pagoda_worker.checkpoints.rope import RotaryTable
 from pagoda_worker.checkpoints.source import Source
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MoeShape, linear_layers, whole_tensors
 from pagoda_worker.checkpoints.temper import temper_table
@@ -23,6 +22,7 @@ from pagoda_worker.models.linear import AdapterTensors, Factors, Linear, Packer
 from pagoda_worker.models.moe import Branch, load_mlp
 from pagoda_worker.models.norms import Norm, Take, load_head_norm, load_norm
 from pagoda_worker.models.order import qkv_order
+from pagoda_worker.models.tables import rotary_tables
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.rows.slots import TokenSlots
 
@@ -74,7 +74,8 @@ class Decoder:
             self.kv_groups, kv_layers = grouped(shapes)
         else:  # nothing is kept: every layer writes over the one before
             self.kv_groups, kv_layers = (shapes[0],), [KVLayer(0, 0)] * len(shapes)
-        self._ropes = [RotaryTable(shape, max_positions, ops.device) for shape in spec.ropes]
+        others = len(spec.tempers) * torch.float32.itemsize
+        self._ropes = rotary_tables(spec.ropes, max_positions, ops.device, others)
         self._tempers = [temper_table(shape, max_positions, ops.device) for shape in spec.tempers]
         packer = Packer(ops, source, dtype, room)
         self._layers = [_load_layer(spec, packer, index, kv) for index, kv in enumerate(kv_layers)]

@@ -1,0 +1,34 @@
+"""What a model keeps for every position of a row, before it has read one: no more than there is memory for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pagoda_worker.checkpoints.rope import RopeShape, RotaryTable
+from pagoda_worker.device.available import GIB, available_bytes
+
+SHARE = 0.5  # of what is available: weights come after them
+
+
+class TooManyPositions(ValueError):
+    """Tables of so many positions would not fit; the message names the option."""
+
+
+def rotary_tables(
+    shapes: Sequence[RopeShape], max_positions: int, device: torch.device, others: int = 0
+) -> list[RotaryTable]:
+    """A table for each shape. `others`: bytes per position of tables that are made beside them.
+
+    Raises:
+        TooManyPositions: before anything is allocated.
+    """
+    taken = max_positions * (others + sum(shape.bytes_per_position for shape in shapes))
+    available = available_bytes(device)
+    if taken > available * SHARE:
+        raise TooManyPositions(
+            f"tables of positions take {taken / GIB:.2f} GiB for rows of up to {max_positions} tokens, and "
+            f"{available / GIB:.2f} GiB of memory are available, {SHARE:.0%} of which are for them: lower max_model_len"
+        )
+    return [RotaryTable(shape, max_positions, device) for shape in shapes]
