@@ -1,8 +1,9 @@
 """A worker has room for a request that can begin in its next step; whoever cannot waits where all workers see it.
 
 What counts against the room are the worker's own: what running rows take in the next step, and all that its waiting
-choices (preempted ones, siblings) will take. And what all of them are read as, since they may end in one step: its
-answers come in one message, and a larger one than its receiver takes would cost the worker.
+choices (preempted ones, siblings) will take. And bytes: what rows that are yet to come to it put into its plan, and
+what all of them are read as, since they may end in one step: each is one message, and a larger one than its receiver
+takes would cost the worker.
 """
 
 from __future__ import annotations
