@@ -21,6 +21,8 @@ def test_a_vocabulary_has_what_was_added_to_it(vocab: Any, tmp_path: Path) -> No
     "odd",
     [
         {"model": []}, {"model": {"vocab": [[]]}}, {"model": {"vocab": 3}}, {"model": {"vocab": [3]}},
+        {"model": {"vocab": {"a": "0"}}}, {"model": {"vocab": {"a": None}}},
+        {"added_tokens": [{"content": "a", "id": "7"}]}, {"added_tokens": [{"content": [], "id": 7}]},
         {"added_tokens": [{}]}, {"added_tokens": ["x"]}, {"added_tokens": 3},
     ],
 )  # fmt: skip

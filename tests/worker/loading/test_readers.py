@@ -134,17 +134,25 @@ def test_heads_give_the_scores_of_transformers(family: str, more: dict[str, Any]
             torch.testing.assert_close(numbers(share), expected.softmax(-1), rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize(("field", "odd"), [("classifier_activation", "quick_gelu"), ("norm_eps", None)])
-def test_what_a_head_cannot_be_is_refused_by_its_field(field: str, odd: Any, tmp_path: Path) -> None:
-    save(tmp_path, "modernbert", "ForSequenceClassification", num_labels=3)
+@pytest.mark.parametrize(
+    ("family", "field", "odd"),
+    [
+        ("modernbert", "classifier_activation", "quick_gelu"),
+        ("modernbert", "norm_eps", None),
+        ("bert", "classifier_activation", "relu"),
+    ],
+)
+def test_what_a_head_cannot_be_is_refused_by_its_field(family: str, field: str, odd: Any, tmp_path: Path) -> None:
+    save(tmp_path, family, "ForSequenceClassification", num_labels=3)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {field: odd}))
     with pytest.raises(UnsupportedConfig, match=field):
         runner_of(tmp_path)
 
 
-def test_buckets_of_distances_are_four_at_least(tmp_path: Path) -> None:
-    save(tmp_path, "mpnet", relative_attention_num_buckets=2)
+@pytest.mark.parametrize("buckets", [2, 3, 512])
+def test_distances_in_fewer_or_more_buckets_than_can_be_are_refused(buckets: int, tmp_path: Path) -> None:
+    save(tmp_path, "mpnet", relative_attention_num_buckets=buckets)
     with pytest.raises(UnsupportedConfig, match="relative_attention_num_buckets"):
         runner_of(tmp_path)
 

@@ -16,14 +16,12 @@ import torch
 
 from pagoda_worker.checkpoints.source import Source
 from pagoda_worker.checkpoints.spec import MlpShape
-from pagoda_worker.encoders.spec import EncoderLayer, EncoderSpec, biased
+from pagoda_worker.encoders.spec import FARTHEST, EncoderLayer, EncoderSpec, biased
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Cache, Ops, Rotation
 from pagoda_worker.models.linear import Linear, Mlp, Packer
 from pagoda_worker.models.tables import rotary_tables
 from pagoda_worker.rows.batch import Batch
-
-FARTHEST = 128  # tokens apart, beyond which MPNet's bias is the same
 
 
 @dataclass(frozen=True)

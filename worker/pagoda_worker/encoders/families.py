@@ -18,7 +18,7 @@ from pagoda_worker.checkpoints.config_reader import (
 )
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.rope_fields import RopeDefaults, rope_shape
-from pagoda_worker.encoders.spec import EncoderLayer, EncoderSpec, Names
+from pagoda_worker.encoders.spec import BUCKETS, EncoderLayer, EncoderSpec, Names
 from pagoda_worker.kernels.ops import AttentionShape
 
 SEES_BOTH_WAYS: dict[str, tuple[Any, ...]] = dict.fromkeys(("is_decoder", "is_causal"), (False, None))
@@ -29,7 +29,7 @@ ENCODER_HARMLESS = HARMLESS | {
     "pooler_type",
     "directionality", "problem_type", "sbert_ce_default_activation_function", "sentence_transformers", "qa_dropout",
     "seq_classif_dropout", "dropout", "tie_weights_", "tie_word_embeddings", "cls_token_id",
-    "sep_token_id", "classifier_activation", "classifier_bias", "classifier_pooling", "decoder_bias",
+    "sep_token_id", "classifier_bias", "classifier_pooling", "decoder_bias",
     "deterministic_flash_attn", "embedding_dropout", "mlp_dropout", "initializer_cutoff_factor", "reference_compile",
     "repad_logits_with_grad", "sparse_pred_ignore_index", "sparse_prediction", "matryoshka_dimensions",
     "is_matryoshka", "pad_vocab_size_multiple", "use_flash_attn", "fused_bias_fc", "fused_dropout_add_ln",
@@ -139,8 +139,10 @@ def read_mpnet(config: ConfigReader) -> EncoderSpec:
     )
     reserved = config.take("pad_token_id", int, 1) + 1
     buckets = config.size("relative_attention_num_buckets", 32)
-    if buckets < 4:
-        raise UnsupportedConfig(f"config.json: relative_attention_num_buckets={buckets} is below 4")
+    if buckets not in BUCKETS:
+        raise UnsupportedConfig(
+            f"config.json: relative_attention_num_buckets={buckets} is not from {BUCKETS[0]} to {BUCKETS[-1]}"
+        )
     return _bert_like(config, names, reserved, num_buckets=buckets)
 
 
@@ -271,6 +273,7 @@ def read_modernbert(config: ConfigReader) -> EncoderSpec:
     window = config.size("local_attention", 128) // 2 + 1
     kinds = ["sliding_attention" if i % every else "full_attention" for i in range(count)]
     windows = config.layer_windows(window, kinds)
+    config.ignore("classifier_activation")  # its head asks for it
     positions = config.size("max_position_embeddings", 8192)
     ropes = _modern_ropes(config, hidden // heads, positions)
     bias, attention_bias = config.take("mlp_bias", bool, False), config.take("attention_bias", bool, False)

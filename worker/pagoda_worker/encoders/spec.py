@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.kernels.ops import AttentionShape
 
+FARTHEST = 128  # tokens apart, beyond which MPNet's bias is the same
+BUCKETS = range(4, 4 * FARTHEST)  # of distances that it may have: with others their formula divides by 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
