@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.worker.kernels.triton.support import DEVICE, DTYPES, assert_close, reference
 from tests.worker.kernels.triton.support import walking as ops
+from triton.errors import TritonError
 
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import ACTIVATIONS, CLAMPED, BackendError, HeadNorm, Rotation
@@ -50,6 +51,11 @@ def test_activations(width: int, activation: str, dtype: torch.dtype) -> None:
     assert act_mul(x[:0], activation).shape == (0, width)
     x[4, 0], x[5, width] = torch.nan, torch.nan
     assert act_mul(x, activation).isnan().nonzero().tolist() == [[4, 0], [5, 0]]
+
+
+def test_an_activation_that_is_not_known_is_no_other() -> None:
+    with pytest.raises(TritonError):
+        act_mul(torch.ones(2, 8, device=DEVICE), "sigmoid")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
