@@ -103,6 +103,20 @@ def test_workers_that_share_a_machine_take_its_share_together(
     )
 
 
+def test_a_later_life_takes_what_the_first_one_took_if_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' caches are full by then."""
+    for count in (1, 2, 4, 8):
+        config = config_of(max_rows=10**6, workers_here=count)
+        monkeypatch.setattr(memory, "host_available_bytes", lambda root: 23 * GIB)
+        first = num_kv_blocks(config, Needs())
+        assert num_kv_blocks(config, Needs(), at_first=23 * GIB) == first
+        left = 23 * GIB - (count - 1) * first * BLOCK_BYTES
+        monkeypatch.setattr(memory, "host_available_bytes", lambda root, left=left: left)
+        assert num_kv_blocks(config, Needs(), at_first=23 * GIB) == first
+        monkeypatch.setattr(memory, "host_available_bytes", lambda root: GIB)
+        assert num_kv_blocks(config, Needs(), at_first=23 * GIB) == int(GIB * 0.6) // BLOCK_BYTES
+
+
 def test_what_adapters_may_take_is_kept_unless_the_cache_s_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "host_available_bytes", lambda root: 5 * GIB)
     config = config_of(max_rows=10**6)

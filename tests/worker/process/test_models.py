@@ -18,10 +18,12 @@ from tests.worker.process import kept_program
 
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
+from pagoda_worker.loading import memory
 from pagoda_worker.process import models
 from pagoda_worker.process.models import keep_models, kept_models, kept_s
 from pagoda_worker.process.startup import load_runner
 
+MIB = 2**20
 PLAIN = {"num_blocks": 64, "threads": 2, "kv_cache_dtype": "int8"}
 WAYS: dict[str, dict[str, Any]] = {
     "torch": {"kernels": "torch", "dtype": "float32", "kv_cache_dtype": "auto"},
@@ -89,6 +91,19 @@ def test_two_lives_of_what_cannot_be_repeated_claim_different_numerics(repeatabl
         models._kept[config] = kept  # as each fork finds it
         claimed.add(load_runner(config, lambda done, of: None).facts.numerics_id)
     assert len(claimed) == (1 if repeatable else 2)
+
+
+def test_every_life_has_as_many_blocks_as_the_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though other workers have filled theirs by then."""
+    monkeypatch.setattr(models, "host_available_bytes", lambda root: 8 * MIB)
+    config = keep(model, workers_here=4, max_rows=10**4)
+    [kept] = models._kept.values()
+    found = []
+    for left in (8, 8 - 3 * 0.6 * 2):
+        models._kept[config] = kept
+        monkeypatch.setattr(memory, "host_available_bytes", lambda root, left=left: int(left * MIB))
+        found.append(load_runner(config, lambda done, of: None).facts.num_blocks)
+    assert found[0] == found[1] > 0
 
 
 def test_what_may_come_to_a_gpu_is_not_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 `num_blocks` decides if given, else `kv_cache_gib`, else the machine: on CPU 60 % of what is available once the weights
 are loaded, but no more than 4 GiB (a quarter of what is available, where that is more), and where `workers_here` share
-it, each of its part: pages that another one has not written yet are still available; on a GPU what
+it, each of its part: pages that another one has not written yet are still available. A life that follows another takes
+as much as the first did, whatever the others have written since, but no more than 60 % of what is left. On a GPU what
 `gpu_memory_utilization` leaves beside everything else that was measured there. Nowhere more than `max_rows` requests of
 `max_model_len` tokens can use. Available is the least of free memory and of what the control group leaves.
 
@@ -57,7 +58,7 @@ class NotEnoughMemory(ValueError):
     """A step does not fit, or the KV cache would not hold one request of the longest allowed length."""
 
 
-def num_kv_blocks(
+def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
     config: WorkerConfig,
     loaded: MemoryNeeds,
     draft: MemoryNeeds | None = None,
@@ -65,12 +66,14 @@ def num_kv_blocks(
     use: DeviceUse | None = None,
     spare: int = 0,
     adapters_bytes: int = 0,
+    at_first: int = 0,
 ) -> int:
     """KV blocks of the first table (see `retention`), from which follow those of the others; each is one of the model's
     and, if there is a draft model, one of its own.
 
     `use` is that of its GPU, None on a CPU; `spare` blocks are kept beside them, and `adapters_bytes` for adapters that
-    may come, unless it was said how much memory the cache takes.
+    may come, unless it was said how much memory the cache takes. `at_first` bytes of a CPU's memory were available to
+    the first life of this worker; 0: this is the first.
 
     Raises:
         NotEnoughMemory: not even one request of max_model_len tokens would fit, or a CPU's memory has no room for what
@@ -86,7 +89,7 @@ def num_kv_blocks(
     elif config.kv_cache_gib:
         blocks, source = _fitting(_named(config, use), *sizes), f"kv_cache_gib={config.kv_cache_gib:g}"
     else:
-        usable, source = _usable(config, use, adapters_bytes)
+        usable, source = _usable(config, use, adapters_bytes, at_first)
         blocks = max(0, min(_fitting(usable, *sizes, spare), config.max_rows * blocks_per_request))
     if blocks < blocks_per_request:
         per_token = bytes_of_row(*sizes[:2], loaded.max_model_len, config.block_size) / loaded.max_model_len
@@ -138,14 +141,15 @@ def num_swap_blocks(
     return [one.num_blocks(blocks) if blocks else 0 for one in retentions]
 
 
-def _usable(config: WorkerConfig, use: DeviceUse | None, adapters_bytes: int) -> tuple[int, str]:
+def _usable(config: WorkerConfig, use: DeviceUse | None, adapters_bytes: int, at_first: int) -> tuple[int, str]:
     """Bytes for the cache when nothing was configured, and how they came about."""
     kept = (
         f", with {adapters_bytes / GIB:.2f} GiB kept for adapters (max_loras, max_lora_gib)" if adapters_bytes else ""
     )
     if use is None:
         available = host_available_bytes(Path("/"))
-        usable = usable_bytes(max(0, available // config.workers_here - adapters_bytes))
+        part = max(0, (at_first or available) // config.workers_here - adapters_bytes)
+        usable = min(usable_bytes(part), int(SHARE * max(0, available - adapters_bytes)))
         shared = f" to {config.workers_here} workers" if config.workers_here > 1 else ""
         return usable, f"{usable / GIB:.2f} GiB usable of {available / GIB:.2f} GiB available{shared}{kept}"
     usable = max(0, use.for_kv_cache(config.gpu_memory_utilization) - adapters_bytes)

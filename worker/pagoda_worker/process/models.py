@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device.available import host_available_bytes
 from pagoda_worker.device.devices import may_be_on_gpu
 from pagoda_worker.grammars.compiling import load_grammars
 from pagoda_worker.kernels.choose import rest
@@ -35,11 +36,13 @@ _kept: dict[WorkerConfig, Models] = {}
 
 
 class Models(NamedTuple):
-    """The model and, if there is one, its draft model; `seconds` is how long they took to load."""
+    """The model and, if there is one, its draft model; `seconds` is how long they took to load. `available` are bytes
+    that the host had left then, where all lives of a worker are to share it as the first one did; else 0."""
 
     loaded: LoadedModel
     draft: LoadedModel | None
     seconds: float
+    available: int = 0
 
 
 def load_models(config: WorkerConfig, progress: Progress) -> Models:
@@ -70,7 +73,7 @@ def keep_models(config: WorkerConfig, progress: Progress) -> None:
     before = _num_threads()
     models = load_models(config, progress)
     if _at_rest(before):
-        _kept[config] = models
+        _kept[config] = models._replace(available=host_available_bytes(Path("/")))
         gc.freeze()
     else:
         log.warning("loading left threads behind, which no fork has: each life of this worker loads its model")

@@ -62,8 +62,8 @@ def _started(config: WorkerConfig, models: Models, recording: Progress) -> Model
     config = config.settled(loaded.device.type)
     if not loaded.repeatable:
         loaded = replace(loaded, numerics_id=of_one_life(loaded.numerics_id))
-    reads = loaded.pooler is not None
-    runner = _reading(config, loaded) if reads else _generating(config, loaded, models.draft, recording)
+    models = models._replace(loaded=loaded)
+    runner = _generating(config, models, recording) if loaded.pooler is None else _reading(config, models)
     guarded(loaded.ops.name, runner.warm_up, but=(torch.AcceleratorError,))
     facts, room = runner.facts, loaded.adapters.room
     if room.most:
@@ -89,27 +89,26 @@ def _tell_kv_cache(config: WorkerConfig, loaded: LoadedModel, runner: ModelRunne
         log.info("KV cache: %s", context_cost(settled(config, loaded)[0], config.block_size))
 
 
-def _reading(config: WorkerConfig, loaded: LoadedModel) -> ModelRunner:
-    (loaded,) = settled(config, loaded)
+def _reading(config: WorkerConfig, models: Models) -> ModelRunner:
+    (loaded,) = settled(config, models.loaded)
     if loaded.ops.own_threads:
         torch.set_num_threads(1)
     if loaded.device.type == "cpu":
-        return ModelRunner(loaded, num_kv_blocks(config, loaded), config)
+        return ModelRunner(loaded, num_kv_blocks(config, loaded, at_first=models.available), config)
     accelerator = accelerator_of(loaded.device)
     free, total = accelerator.memory()
     use = DeviceUse(total=total, in_use=total - free, step=total // STEP_SHARE, graphs=0)
     return ModelRunner(loaded, num_kv_blocks(config, loaded, use=use), config, None, accelerator)
 
 
-def _generating(
-    config: WorkerConfig, loaded: LoadedModel, draft: LoadedModel | None, recording: Progress
-) -> ModelRunner:
-    loaded, *drafts = settled(config, loaded, *([draft] if draft else []))
+def _generating(config: WorkerConfig, models: Models, recording: Progress) -> ModelRunner:
+    loaded, *drafts = settled(config, models.loaded, *([models.draft] if models.draft else []))
     draft = drafts[0] if drafts else None
     if loaded.ops.own_threads:
         torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
     if loaded.device.type == "cpu":
-        num_blocks = num_kv_blocks(config, loaded, draft, adapters_bytes=loaded.adapters.room.left_bytes)
+        left = loaded.adapters.room.left_bytes
+        num_blocks = num_kv_blocks(config, loaded, draft, adapters_bytes=left, at_first=models.available)
         return ModelRunner(loaded, num_blocks, config, make_drafter(config, loaded, draft, num_blocks))
     return runner_on_device(loaded, draft, config, accelerator_of, recording)
 
