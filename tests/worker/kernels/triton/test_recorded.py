@@ -63,9 +63,9 @@ QWEN3_MOE: dict[str, Any] = {
 DEEPSEEK: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 24, "hidden_act": "silu",
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": MAX_LEN,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "kv_lora_rank": 24, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
-    "rms_norm_eps": 1e-6,
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "n_group": 3, "topk_group": 2, "kv_lora_rank": 24, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 12, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 FIELDS = {"Llama4ForCausalLM": LLAMA4, "Qwen3MoeForCausalLM": QWEN3_MOE, "DeepseekV3ForCausalLM": DEEPSEEK}
 
