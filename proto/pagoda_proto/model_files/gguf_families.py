@@ -107,9 +107,10 @@ def _olmo2(keys: Keys) -> dict[str, Any]:
 
 
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
-    """Its yarn goes by fractions of dimensions, which no file says."""
+    """Its yarn goes by fractions of dimensions, which no file says. A config.json that says nothing would mean yarn."""
     scaling = rope_scaling(keys)
-    said = {"sliding_window": keys.whole(SLIDING), "rope_scaling": scaling and scaling | {"truncate": False}}
+    rope = scaling | {"truncate": False} if scaling else {"rope_type": "default"}
+    said = {"sliding_window": keys.whole(SLIDING), "rope_scaling": rope}
     return _attention_bias(keys) | _chosen(keys) | said
 
 

@@ -74,6 +74,17 @@ def opened(changes: dict[str, Any], path: Path, tensors: dict[str, Stored] | Non
     return config_of(read_gguf(GgufFile(pairs, embedding | (tensors or {})).write(path / "m.gguf")))
 
 
+def test_gpt_oss_without_scaling_has_none(tmp_path: Path) -> None:
+    """Though in a config.json that says nothing it is yarn."""
+    said = {key.removeprefix("llama."): value for key, value in demo_pairs().items() if key.startswith("llama.")} | {
+        "attention.sliding_window": 128, "attention.key_length": 64, "expert_count": 4, "expert_used_count": 2,
+        "expert_feed_forward_length": 32,
+    }  # fmt: skip
+    pairs = {"general.architecture": "gpt-oss"} | {f"gpt-oss.{key}": value for key, value in said.items()}
+    ours = opened(pairs, tmp_path)
+    assert {layer.rope.kind for layer in native_spec("GptOssForCausalLM", ours).layers} == {"default"}
+
+
 FACTORS = Stored(b"\0\0\x80\x3f" * 2, (2,))
 SCALED: list[tuple[dict[str, Any], dict[str, Stored], dict[str, Any] | None]] = [
     ({"llama.rope.scaling.type": "none"}, {}, None),
