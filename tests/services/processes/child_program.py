@@ -75,7 +75,7 @@ def main(words: Sequence[str]) -> int:
             time.sleep(float(value))
         elif name == "linger":
             while True:
-                signal.pause()
+                time.sleep(0.1)  # one that comes just before is heeded after it, and would be never after a `pause`
         elif name == "beat":
             while True:
                 report(event="beat")
