@@ -39,28 +39,34 @@ def test_tiers_meet_over_encrypted_links_and_strangers_stay_out(tiers: Tiers, tm
         (tmp_path / "keys" / "worker" / "engine-core.public").read_bytes()
     )
     link = ["--engine", f"tcp://127.0.0.1:{tiers.zmq}"]
-    stranger_alive, alive = tmp_path / "stranger-alive", tmp_path / "alive"
-    tiers.start(
-        "stranger", "worker", *link, "--keys-dir", str(stranger_keys / "worker"), "--alive-file", str(stranger_alive)
-    )
-    tiers.start("worker", "worker", *link, *keys("worker"), "--alive-file", str(alive))
+    signs = {name: tmp_path / name for name in ("stranger-alive", "stranger-ready", "alive", "ready")}
+    signs["stranger-ready"].touch()  # by an earlier life
+
+    def files(prefix: str = "") -> list[str]:
+        return ["--alive-file", str(signs[f"{prefix}alive"]), "--ready-file", str(signs[f"{prefix}ready"])]
+
+    tiers.start("stranger", "worker", *link, "--keys-dir", str(stranger_keys / "worker"), *files("stranger-"))
+    tiers.start("worker", "worker", *link, *keys("worker"), *files())
     gateway = ["--engine", f"127.0.0.1:{tiers.grpc}", "--port", str(tiers.http), "--served-model-name", "demo"]
     tiers.start("gateway", "gateway", *gateway, *keys("gateway"))
 
     tiers.wait_until(lambda: ping(f"{tiers.url}/health/ready") is None)
     assert healthy(f"{tiers.url}/health/ready")
-    assert healthy(f"file:{alive}")
+    assert healthy(f"file:{signs['alive']}")
+    assert healthy(f"file:{signs['ready']}")
     with openai.OpenAI(base_url=f"{tiers.url}/v1", api_key="none") as client:
         answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "What is 2 + 3?"}])
     assert "5" in (answer.choices[0].message.content or "")
-    assert not stranger_alive.exists()
+    tiers.wait_until(lambda: ping(f"file:{signs['stranger-alive']}") is None)
+    assert not signs["stranger-ready"].exists()
     listed = pagoda("workers", "list", "--engine", f"127.0.0.1:{tiers.grpc}", *keys("gateway"))
     assert [line.split()[1] for line in listed.stdout.splitlines()[1:]] == ["ready"], listed
 
     engine.terminate()
     assert engine.wait(STOP_S) == 0
-    tiers.wait_until(lambda: ping(f"file:{alive}", max_age_s=2) is not None)
-    assert not healthy(f"file:{alive}", "--max-age-s", "2")
+    tiers.wait_until(lambda: ping(f"file:{signs['ready']}", max_age_s=2) is not None)
+    assert not healthy(f"file:{signs['ready']}", "--max-age-s", "2")
+    tiers.wait_until(lambda: ping(f"file:{signs['alive']}", max_age_s=2) is None)  # an engine core is none of it
 
 
 @pytest.mark.parametrize(

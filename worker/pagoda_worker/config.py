@@ -30,7 +30,8 @@ class WorkerConfig:
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     worker_id: str = option("", "stable name of this worker; made from host and process id when empty")
     drain_timeout_s: float = option(times.WORKER_DRAINS_S, "after SIGTERM, how long open requests may finish")
-    alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
+    alive_file: str = option("", "touched once loaded and while the process works; for liveness checks")
+    ready_file: str = option("", "touched whenever the engine core acknowledges a beat; for readiness checks")
     device: str = option(
         "auto", "cpu, cuda or cuda:N; auto (auto:N) takes a GPU if a usable one is there, else the CPU"
     )

@@ -49,9 +49,11 @@ COMMANDS: dict[str, tuple[type, ...]] = {
     "workers": (GatewayConfig, CommonConfig),
 }
 # What a command that wires the tiers together decides by itself.
-WIRED_BY_SERVE = frozenset({"engine", "listen", "worker_endpoint", "worker_id", "alive_file", "startup_message"})
+WIRED_BY_SERVE = frozenset({
+    "engine", "listen", "worker_endpoint", "worker_id", "keys_dir", "alive_file", "ready_file", "startup_message",
+})  # fmt: skip
 WIRED_OFFLINE = WIRED_BY_SERVE | {
-    "keys_dir", "metrics_port", "metrics_host", "max_queued_requests", "max_queued_tokens", "queue_timeout_s",
+    "metrics_port", "metrics_host", "max_queued_requests", "max_queued_tokens", "queue_timeout_s",
     "max_attempts", "worker_lease_s", "worker_suspect_s", "worker_dead_s", "step_deadline_s", "drain_timeout_s",
 }  # fmt: skip
 # What alone is asked of a command that has an errand to what others serve.

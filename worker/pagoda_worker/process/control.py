@@ -21,6 +21,7 @@ from pagoda_proto import times
 from pagoda_proto.channel import Envelope, FrameError, decode_to_worker
 from pagoda_proto.steps import Beat, BeatAck, Drain, Refused, ResetWorker, Welcome
 from pagoda_worker.process.departure import Departure
+from pagoda_worker.process.signs import Signs
 from pagoda_worker.process.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -119,8 +120,7 @@ class Control:
         connected: Set while the connection stands. Hello waits for it: an engine core may use it right after Welcome.
 
     `connect` makes its wire, in the thread that it belongs to. `departure` is announced to the engine core at once, and
-    told when that dismisses this worker. `alive_file` is touched at every acknowledged beat: health, for whoever cannot
-    ask a process without a port.
+    told when that dismisses this worker.
     """
 
     def __init__(
@@ -129,14 +129,14 @@ class Control:
         membership: Membership,
         progress: Progress,
         departure: Departure,
-        alive_file: str = "",
+        signs: Signs,
     ) -> None:
         self.connected = threading.Event()
         self._connect = connect
         self._departure = departure
         self._membership = membership
         self._progress = progress
-        self._alive_file = Path(alive_file) if alive_file else None
+        self._signs = signs
         self._closing = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="pagoda-worker-control", daemon=True)
@@ -164,12 +164,15 @@ class Control:
             wire.close()
 
     def _serve(self, wire: Wire) -> None:
-        next_beat, announced = 0.0, False
+        next_beat, next_sign, announced = 0.0, 0.0, False
         watch = StuckWatch(time.monotonic())
         while not self._closing.is_set():
             now = time.monotonic()
             standing = self._membership.standing(now)
             leaving = self._departure.announced
+            if now >= next_sign:
+                self._signs.alive()
+                next_sign = now + times.BEAT_S
             if standing is not None and (now >= next_beat or leaving > announced):
                 wire.send(self._progress.beat(now, leaving), *standing)
                 next_beat, announced = now + times.BEAT_S, leaving
@@ -200,8 +203,8 @@ class Control:
             case Refused():  # also under epoch 0: an engine core that does not know us says so
                 self._membership.lose(standing, f"refused: {message.reason}")
             case BeatAck() if envelope.epoch:
-                if self._membership.heard(standing, time.monotonic()) and self._alive_file is not None:
-                    self._alive_file.touch()
+                if self._membership.heard(standing, time.monotonic()):
+                    self._signs.ready()
             case Drain() if envelope.epoch:
                 self._departure.dismiss()
             case ResetWorker() if envelope.epoch:

@@ -40,6 +40,7 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.process.control import Progress
 from pagoda_worker.process.departure import Departure
 from pagoda_worker.process.registration import POLL_S, Registration
+from pagoda_worker.process.signs import Signs
 from pagoda_worker.process.step_budget import MIN_TOKENS, StepBudget
 from pagoda_worker.process.wire import local_or_encrypted
 from pagoda_worker.step.pending import Pending
@@ -99,11 +100,12 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
             no other place for them, `drain_timeout_s` at most, says Goodbye and returns.
 
     Raises:
-        ValueError: the model, the address, its keys or the worker's name cannot be used.
+        ValueError: the model, the address, its keys, the worker's name or a file of its options cannot be used.
         PagodaError: the engine core refused this worker for good.
         RuntimeError: the model failed on its first token, or the device is lost.
     """
     local_or_encrypted(config.engine, Identity.of_this_process(config.worker_id).worker_id, config.keys_dir)
+    Signs(config.alive_file, config.ready_file).clear()
     # Model code takes long to import; a bad address is told before.
     from pagoda_worker.process.models import kept_s
     from pagoda_worker.process.startup import load_runner
@@ -159,10 +161,11 @@ def serve(
     identity = Identity.of_this_process(config.worker_id, start_s)
     link = local_or_encrypted(config.engine, identity.worker_id, config.keys_dir)
     progress, departure = Progress(), Departure(stop, config.drain_timeout_s)
+    signs = Signs(config.alive_file, config.ready_file)
     with zmq.Context(io_threads=1) as context:
 
         def connect(hello: Hello) -> Registration:
-            return Registration(context, link, hello, progress, departure, config.alive_file)
+            return Registration(context, link, hello, progress, departure, signs)
 
         StepLoop(runner, identity, connect, progress, departure).run(report, stop)
 

@@ -19,6 +19,7 @@ from pagoda_proto.channel import FrameError, decode_to_worker
 from pagoda_proto.steps import Hello, Message, Refused, ToWorker, Welcome
 from pagoda_worker.process.control import Control, Membership, Progress, Standing
 from pagoda_worker.process.departure import Departure
+from pagoda_worker.process.signs import Signs
 from pagoda_worker.process.wire import Link, Wire
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Registration:
         hello: Hello,
         progress: Progress,
         departure: Departure,
-        alive_file: str = "",
+        signs: Signs,
     ) -> None:
         route = f"{hello.incarnation}.{hello.registration}"
         self.hello = msgspec.structs.replace(hello, protocol=link.spoken.newest, oldest_protocol=link.spoken.oldest)
@@ -52,7 +53,7 @@ class Registration:
         self._membership = Membership()
         self._wire = Wire(context, link, f"{route}/d")
         connect = partial(Wire, context, link, f"{route}/c")
-        self._control = Control(connect, self._membership, progress, departure, alive_file)
+        self._control = Control(connect, self._membership, progress, departure, signs)
 
     def __enter__(self) -> Registration:
         self._control.__enter__()
