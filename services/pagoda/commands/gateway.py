@@ -9,9 +9,9 @@ from typing import Any
 from pagoda.processes import tier
 from pagoda.processes.ports import inherited, take_address
 from pagoda.processes.process import run_async, run_guarded
-from pagoda.processes.startup import announcement
+from pagoda.processes.startup import announce, announcement
 from pagoda.settings.flags import add_options
-from pagoda.settings.options import ChildConfig, ModelSourceConfig
+from pagoda.settings.options import ChildConfig, CommonConfig, ModelSourceConfig
 from pagoda.settings.resolving import Settings
 from pagoda.tools import checkpoints
 from pagoda_gateway.config import GatewayConfig
@@ -39,6 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
     config = _config(settings)
 
     url, locked, kind = "", False, GENERATE
+    as_json = settings.build(CommonConfig).log_json
 
     def report_and_announce(event: dict[str, Any]) -> None:
         nonlocal url, locked, kind
@@ -46,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
         url, locked = event.get("url", url), locked or event["event"] == "locked"
         kind = event.get("kind", kind)
         if event["event"] == "ready" and config.startup_message:
-            print(announcement(url, config, time.monotonic() - started, locked, kind), flush=True)
+            announce(announcement(url, config, time.monotonic() - started, locked, kind), as_json)
 
     from pagoda_gateway.server import serve
 

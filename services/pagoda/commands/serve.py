@@ -105,7 +105,7 @@ class Tower:
         self._url, self._kind = "", GENERATE
         self._announced = False
         self._locked = False
-        self.view = StartupView(plain=self._common.log_json)
+        self.view = StartupView(as_json=self._common.log_json)
 
     def _worker_configs(self, model_dir: str, address: str) -> list[WorkerConfig]:
         count, given = self._settings.build(ServeConfig).workers, self._settings.build(WorkerConfig)
@@ -126,7 +126,7 @@ class Tower:
     def children(self) -> list[ChildSpec]:
         """Gateway, engine core, workers, in the order in which they are stopped."""
         gateway_bound_s = self.gateway.lame_duck_s + self.gateway.drain_timeout_s + times.GATEWAY_LEAVES_S
-        plain = child_environment(PYTHONUNBUFFERED="1")
+        plain = child_environment(PYTHONUNBUFFERED="1", GRPC_VERBOSITY="ERROR")  # every lost link is news to it
         return [
             ChildSpec(
                 name="gateway", command=self._gateway_command, environment=plain | secrets(self.gateway),

@@ -11,6 +11,10 @@ import time
 QUIET = ("uvicorn", "httpx", "httpx2", "httpcore", "urllib3", "filelock", "asyncio")
 
 
+# The logger's name in the entry of a line that no logger of ours wrote.
+OUTPUT = "output"
+
+
 class JsonFormatter(logging.Formatter):
     def __init__(self, process_name: str) -> None:
         super().__init__()
@@ -27,6 +31,14 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)
+
+
+def as_entry(process_name: str, line: str) -> str:
+    """What a process wrote itself, or a library of it, as one JSON object; an entry as it is."""
+    if line.startswith("{"):
+        return line
+    record = logging.LogRecord(OUTPUT, logging.INFO, "", 0, line, None, None)
+    return JsonFormatter(process_name).format(record)
 
 
 def setup(process_name: str, level: str, as_json: bool) -> None:

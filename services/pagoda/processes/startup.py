@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
+from pagoda.processes.logs import as_entry
 from pagoda_gateway.config import GatewayConfig
 from pagoda_proto.pooling.kinds import CLASSIFY, EMBED, GENERATE
 
@@ -51,12 +52,21 @@ _EXAMPLES = {
 }
 
 
-class StartupView:
-    """Prints the children's lines with their names in front and draws loading progress on a terminal."""
+def announce(text: str, as_json: bool) -> None:
+    """For people all of it on standard output, else its first line as an event."""
+    if as_json:
+        log.info("%s", text.strip().partition("\n")[0])
+    else:
+        print(text, flush=True)
 
-    def __init__(self, *, plain: bool) -> None:
+
+class StartupView:
+    """Prints the children's lines with their names in front, or as JSON, and draws loading progress on a terminal."""
+
+    def __init__(self, *, as_json: bool) -> None:
         self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
-        self._plain = plain or not self._console.is_terminal
+        self._as_json = as_json
+        self._plain = as_json or not self._console.is_terminal
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
             console=self._console, transient=True,
@@ -66,7 +76,7 @@ class StartupView:
 
     def on_line(self, child: str, line: str) -> None:
         if self._plain:
-            print(line if line.startswith("{") else f"[{child}] {line}", file=sys.stderr, flush=True)
+            print(as_entry(child, line) if self._as_json else f"[{child}] {line}", file=sys.stderr, flush=True)
         else:
             colour = _COLOURS.get(child) or _WORKER_COLOURS[sum(child.encode()) % len(_WORKER_COLOURS)]
             self._console.print(Text.assemble((f"[{child}] ", colour), Text.from_ansi(line)))
@@ -108,7 +118,7 @@ class StartupView:
     def announce(self, text: str) -> None:
         for child in list(self._tasks):
             self.loaded(child)
-        print(text, flush=True)
+        announce(text, self._as_json)
 
     def close(self) -> None:
         self._progress.stop()

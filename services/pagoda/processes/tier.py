@@ -22,5 +22,6 @@ def begin(command: str, arguments: argparse.Namespace) -> tuple[Settings, Status
     settings = resolve(command, given_flags(arguments, command))
     child, common = settings.build(ChildConfig), settings.build(CommonConfig)
     die_with_parent(child.parent_pid)
-    logs.setup(command, common.log_level, common.log_json)
+    worker = settings.given.get("worker_id")
+    logs.setup((worker and worker.value) or command, common.log_level, common.log_json)
     return settings, StatusPipe(child.status_fd)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pagoda.processes import startup
+from pagoda.processes.logs import as_entry
+
+
+def test_a_line_of_a_library_is_an_entry_of_its_process() -> None:
+    line = 'E0000 handshake failed: "no" \x1b[31m'
+    entry = json.loads(as_entry("worker-1", line))
+    assert (entry["process"], entry["level"], entry["message"]) == ("worker-1", "info", line)
+    assert set(entry) == {"time", "level", "process", "logger", "message"}
+
+
+def test_an_entry_stays_as_it_is() -> None:
+    entry = as_entry("engine-core", "once")
+    assert as_entry("worker-1", entry) == entry
+
+
+def test_a_log_for_machines_has_nothing_else(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    view = startup.StartupView(as_json=True)
+    view.on_line("worker-1", "said by a library")
+    view.announce("\nPagoda serves it at there (ready in 1.0 s)\n\n  curl")
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert json.loads(err.splitlines()[0])["process"] == "worker-1"
+    assert [record.getMessage() for record in caplog.records] == ["Pagoda serves it at there (ready in 1.0 s)"]
