@@ -57,13 +57,17 @@ def load_curve(keys_dir: str, peers: str) -> CurveKeys:
     """`peers` is the glob of the other side's public keys: `worker*.public` or `engine-core.public`.
 
     Raises:
-        KeyFileError: a key is missing or malformed, or no peer is named.
+        KeyFileError: a key is missing or malformed, the secret is not that of `curve.public`, or no peer is named.
     """
     directory = Path(keys_dir)
-    peer_keys = tuple(_z85(path) for path in sorted(directory.glob(peers)))
-    if not peer_keys:
+    peer_files = sorted(directory.glob(peers))
+    if not peer_files:
         raise KeyFileError(f"{directory} holds no {peers}")
-    return CurveKeys(_z85(directory / "curve.public"), _z85(directory / "curve.secret"), peer_keys)
+    peer_keys = tuple(_z85(path)[0] for path in peer_files)
+    (public, _), (secret, its_public) = _z85(directory / "curve.public"), _z85(directory / "curve.secret")
+    if its_public != public:
+        raise KeyFileError(f"{directory / 'curve.public'} and {directory / 'curve.secret'} are no pair")
+    return CurveKeys(public, secret, peer_keys)
 
 
 def _read(path: Path) -> bytes:
@@ -80,8 +84,14 @@ def _pem(path: Path) -> bytes:
     return content
 
 
-def _z85(path: Path) -> bytes:
+def _z85(path: Path) -> tuple[bytes, bytes]:
+    """The key, and the public one that belongs to it if it is a secret one."""
+    import zmq  # not where gateways would load it, who have none
+
     content = _read(path).strip()
     if len(content) != 40:
         raise KeyFileError(f"{path} is not a CURVE key: 40 characters expected, got {len(content)}")
-    return content
+    try:
+        return content, zmq.curve_public(content)
+    except zmq.ZMQError as error:  # from the one who is going to take it, so it takes what passes here
+        raise KeyFileError(f"{path} is not a CURVE key: its 40 characters are not Z85") from error

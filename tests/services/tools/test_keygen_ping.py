@@ -36,14 +36,26 @@ def test_curve_keys_name_each_other(tmp_path: Path) -> None:
     assert worker.peers == (engine.public,)
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "cannot read"), (b"short", "40 characters")])
-def test_a_bad_curve_key_is_named(tmp_path: Path, content: bytes | None, message: str) -> None:
+BAD_CURVE_KEYS = [(None, "cannot read"), (b"short", "40 characters"), (b'"' * 40, "not Z85"), (b"#" * 40, "not Z85")]
+
+
+@pytest.mark.parametrize("name", ["curve.secret", "curve.public", "engine-core.public"])
+@pytest.mark.parametrize(("content", "message"), BAD_CURVE_KEYS)
+def test_a_bad_curve_key_is_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     generate(tmp_path)
-    secret = tmp_path / "worker" / "curve.secret"
-    secret.unlink() if content is None else secret.write_bytes(content)
-    with pytest.raises(KeyFileError, match=message) as error:
+    file = tmp_path / "worker" / name
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(KeyFileError, match=message if content or name.startswith("curve") else "holds no") as error:
         load_curve(str(tmp_path / "worker"), "engine-core.public")
-    assert "curve.secret" in str(error.value)
+    assert name in str(error.value)
+
+
+def test_a_secret_of_another_public_key_is_told(tmp_path: Path) -> None:
+    generate(tmp_path / "ours")
+    generate(tmp_path / "theirs")
+    (tmp_path / "theirs" / "worker" / "curve.secret").replace(tmp_path / "ours" / "worker" / "curve.secret")
+    with pytest.raises(KeyFileError, match=r"worker/curve\.public and .*worker/curve\.secret are no pair"):
+        load_curve(str(tmp_path / "ours" / "worker"), "engine-core.public")
 
 
 def test_a_bad_certificate_is_named(tmp_path: Path) -> None:
