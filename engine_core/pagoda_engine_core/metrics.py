@@ -45,7 +45,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._ended = self._counter("request_success", "Requests with an ending", "finished_reason")
+        self._ended = self._counter("request_success", "Requests with an ending, probes too", "finished_reason")
         self._rejected = self._counter("admission_rejections", "Requests refused", "reason")
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "Submission to first token", buckets.FIRST_TOKEN_S

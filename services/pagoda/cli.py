@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH
+from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH, EXIT_UNREACHABLE
 from pagoda.settings.hints import hint, names_of
-from pagoda.settings.problems import ConfigError
+from pagoda.settings.problems import ConfigError, UnreachableError
 
 
 class Command(NamedTuple):
@@ -108,7 +108,7 @@ def _run(what: str, words: list[str]) -> int:
     except ConfigError as error:
         for problem in error.problems:
             print(f"pagoda: error: {problem}", file=sys.stderr)
-        return EXIT_CONFIG
+        return EXIT_UNREACHABLE if isinstance(error, UnreachableError) else EXIT_CONFIG
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output went away, as `head` does

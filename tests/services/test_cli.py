@@ -126,6 +126,23 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(told: Told, words: tuple[s
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [("chat",), ("complete", "once"), ("bench", "serve")])
+def test_a_server_that_is_not_there_is_one_line_and_exit_code_3(told: Told, words: tuple[str, ...]) -> None:
+    done = told(*words, "--base-url", "http://127.0.0.1:1")
+    assert done.returncode == 3
+    assert done.stderr.startswith("pagoda: error: cannot connect to 127.0.0.1:1")
+
+
+def test_config_validate_checks_what_only_a_tier_apart_reads(told: Told, tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text("port: 9000\nlisten: unix:/x\n")
+    assert told("config", "validate", "--config", str(file)).returncode == 0
+    file.write_text("worker_id: [1]\n")
+    done = told("config", "validate", "--config", str(file))
+    assert done.returncode == 2
+    assert f"worker_id must be text, got [1] (from {file}: worker_id)" in done.stderr
+
+
 def test_config_show_prints_values_and_sources(told: Told, tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text("port: 77\n")

@@ -18,8 +18,7 @@ from pagoda.bench.report import render, summarise
 from pagoda.bench.workload import BodyMaker, WorkloadRow, WorkloadShape, arrivals, make_rows, read_rows, write_rows
 from pagoda.processes.process import fast_loop
 from pagoda.settings.numbers import number, seed, whole, wholes
-from pagoda.settings.problems import ConfigError
-from pagoda.tools.asking import add_target_arguments, first_model
+from pagoda.tools.asking import add_target_arguments, first_model, problem_of
 from pagoda.tools.http_stream import HttpError, Target
 
 OTHERS: dict[str, tuple[Any, str]] = {
@@ -50,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
         with asyncio.Runner(loop_factory=fast_loop()) as runner:
             report = runner.run(_run(arguments, _rows(arguments)))
     except (HttpError, ValueError, OSError) as error:
-        raise ConfigError([str(error)]) from error
+        raise problem_of(error) from error
     print(render(report))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=1), encoding="utf-8")

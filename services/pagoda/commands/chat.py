@@ -8,8 +8,7 @@ import sys
 from typing import Any
 
 from pagoda.processes.exit_codes import EXIT_CRASH, EXIT_OK
-from pagoda.settings.problems import ConfigError
-from pagoda.tools.asking import Ask, add_server_arguments, ask, connect
+from pagoda.tools.asking import Ask, add_server_arguments, ask, connect, problem_of
 from pagoda.tools.http_stream import HttpError
 
 HELP = "/clear forgets the conversation, /system TEXT sets instructions, /quit (or end of input) leaves"
@@ -24,7 +23,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         session = asyncio.run(connect(arguments))
     except (HttpError, ValueError) as error:
-        raise ConfigError([str(error)]) from error
+        raise problem_of(error) from error
     print(f"{session.model} at {arguments.base_url}; {HELP}", file=sys.stderr)
     return EXIT_OK if TerminalChat(session, arguments.system).run() else EXIT_CRASH
 

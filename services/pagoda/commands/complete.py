@@ -6,8 +6,7 @@ import argparse
 import asyncio
 import sys
 
-from pagoda.settings.problems import ConfigError
-from pagoda.tools.asking import add_server_arguments, ask, connect
+from pagoda.tools.asking import add_server_arguments, ask, connect, problem_of
 from pagoda.tools.http_stream import HttpError
 
 
@@ -22,5 +21,5 @@ def main(arguments: argparse.Namespace) -> int:
         prompt = sys.stdin.read() if arguments.text is None else arguments.text
         asyncio.run(ask(session, "/v1/completions", {"prompt": prompt}))
     except (HttpError, ValueError) as error:
-        raise ConfigError([str(error)]) from error
+        raise problem_of(error) from error
     return 0

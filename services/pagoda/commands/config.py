@@ -11,12 +11,15 @@ from rich.table import Table
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.resolving import json_schema, origins, resolve
 
+# Whose settings may stand in the same file.
+TIERS = ("gateway", "engine-core", "worker")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     show = actions.add_parser("show", help="print every value and its source", allow_abbrev=False)
     show.add_argument("--json", action="store_true", dest="as_json", help="as JSON")
-    validate = actions.add_parser("validate", help="check all sources, print nothing", allow_abbrev=False)
+    validate = actions.add_parser("validate", help="check all sources, of all tiers", allow_abbrev=False)
     for sub in (show, validate):
         add_model_argument(sub)
         add_options(sub, "serve")
@@ -27,7 +30,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.action == "schema":
         print(json.dumps(json_schema(), indent=2))
         return 0
-    settings = resolve("serve", given_flags(arguments, "serve"))
+    flags = given_flags(arguments, "serve")
+    settings = resolve("serve", flags)
     if arguments.action == "show":
         rows = list(origins(settings))
         if arguments.as_json:
@@ -37,4 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
             for row in rows:
                 table.add_row(row["section"], row["option"], json.dumps(row["value"]), row["source"])
             Console().print(table)
+    else:
+        for tier in TIERS:
+            resolve(tier, flags, complete=False)
     return 0

@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     create = actions.add_parser("create", help="make a key, and print it once", allow_abbrev=False)
     create.add_argument("name", metavar="NAME", help="whose it is, for lists")
     roles = "client asks the model, monitor reads /metrics, admin does all and makes keys over HTTP [%(default)s]"
-    create.add_argument("--role", choices=[*Role], default=Role.CLIENT, metavar="ROLE", help=roles)
+    known = [role.value for role in Role]
+    create.add_argument("--role", choices=known, default=Role.CLIENT.value, metavar="ROLE", help=roles)
     create.add_argument("--model", action="append", metavar="NAME", help="may be used, and no other; may be repeated")
     create.add_argument(
         "--valid-days", type=whole(1, 36500), metavar="N", help="after so many days the key is no longer good"
@@ -78,8 +79,13 @@ def _check_store(store: str, new: bool) -> None:
     if store in ("", MEMORY):
         raise ConfigError(["--store is needed, the one of the gateways (PAGODA_STORE or store in the settings file)"])
     path = Path(store.removeprefix(SQLITE)).expanduser()
-    if store.startswith(SQLITE) and not new and not path.exists():
+    if not store.startswith(SQLITE) or path.exists():
+        return
+    if not new:
         raise ConfigError([f"store: there is no file {path}"])
+    if not path.parent.is_dir():
+        raise ConfigError([f"store: there is no directory {path.parent}"])
+    print(f"{path} is a new store: a gateway knows its keys if it is started with this --store", file=sys.stderr)
 
 
 async def _with_register(address: str, work: Callable[[KeyRegister], Awaitable[T]]) -> T:

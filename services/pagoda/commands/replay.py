@@ -17,7 +17,7 @@ import msgspec
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.numbers import number
 from pagoda.settings.problems import ConfigError
-from pagoda.tools.asking import own_key
+from pagoda.tools.asking import own_key, problem_of
 from pagoda.tools.http_stream import Connection, HttpError, Target
 from pagoda_proto.errors import PagodaError
 
@@ -122,7 +122,7 @@ def _asked(arguments: argparse.Namespace, kept: Transcript) -> Transcript:
     try:
         now = read_transcript(asyncio.run(ask()))
     except (HttpError, ValueError) as error:
-        raise ConfigError([f"{arguments.url}: {error}"]) from error
+        raise problem_of(error, f"{arguments.url}: ") from error
     if [_asked_for(part) for part in now.parts] != [_asked_for(part) for part in kept.parts]:
         raise ConfigError([f"{arguments.url}: it answers another request than it was asked"])
     first = now.parts[0]

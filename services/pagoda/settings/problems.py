@@ -11,3 +11,7 @@ class ConfigError(Exception):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
+
+
+class UnreachableError(ConfigError):
+    """Whoever was to be asked cannot be reached now: the same command may do later."""

@@ -163,12 +163,15 @@ class Settings:
         return f"{sentence} (from {self.given[name].source})" if name in self.given else sentence
 
 
-def resolve(command: str, flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
+def resolve(
+    command: str, flags: Mapping[str, Any], environment: Mapping[str, str] | None = None, *, complete: bool = True
+) -> Settings:
     """Merge the sources for a command and check every value.
 
     Args:
         flags: Values given on the command line, by option name; text is converted to the option's type.
         environment: The process's own when None.
+        complete: False lets options be missing that the command needs.
 
     Raises:
         ConfigError: all problems of all sources at once.
@@ -178,7 +181,7 @@ def resolve(command: str, flags: Mapping[str, Any], environment: Mapping[str, st
     by_flag = {name: Value(value, ALL[name].flag) for name, value in flags.items()}
     by_variable = _from_environment(environment, problems)
     file = (by_flag.get("config") or by_variable.get("config") or Value("", "")).value
-    return _check(command, _from_file(file, problems) | by_variable | by_flag, problems)
+    return _check(command, _from_file(file, problems) | by_variable | by_flag, problems, complete)
 
 
 def from_keywords(**keywords: Any) -> Settings:
@@ -195,7 +198,7 @@ def from_keywords(**keywords: Any) -> Settings:
     return _check("offline", {name: Value(value, "keyword argument") for name, value in keywords.items()}, [])
 
 
-def _check(command: str, merged: Mapping[str, Value], problems: list[str]) -> Settings:
+def _check(command: str, merged: Mapping[str, Value], problems: list[str], complete: bool = True) -> Settings:
     """Convert and check what was given. Raises ConfigError with these problems and those found here."""
     mine = command_options(command)
     given: dict[str, Value] = {}
@@ -208,7 +211,8 @@ def _check(command: str, merged: Mapping[str, Value], problems: list[str]) -> Se
                 why = "must be text" if mine[name].secret else error
                 problems.append(f"{name} {why} (from {value.source})")
     settings = Settings(command, given)
-    problems.extend(_missing(mine, merged))
+    if complete:
+        problems.extend(_missing(mine, merged))
     for config in COMMANDS[command]:
         try:
             settings.build(config)

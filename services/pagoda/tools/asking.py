@@ -10,11 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.settings.numbers import number, seed, whole
+from pagoda.settings.problems import ConfigError, UnreachableError
 from pagoda.settings.resolving import environment_value
-from pagoda.tools.http_stream import Connection, HttpError, Target
+from pagoda.tools.http_stream import Connection, HttpError, NoConnection, Target
 from pagoda.tools.timing import Timing, decode_event
 
 QUIET_TIMEOUT_S = 600.0
+
+
+def problem_of(error: Exception, about: str = "") -> ConfigError:
+    """What to raise for an exchange that failed, with what it was about before its words."""
+    kind = UnreachableError if isinstance(error, NoConnection) else ConfigError
+    return kind([f"{about}{error}"])
 
 
 @dataclass

@@ -33,11 +33,13 @@ def locate(model: str, revision: str = "", *, weights: bool = True) -> Path:
         weights: False leaves the weights out, for a process that needs only the text side.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be had.
+        ConfigError: there is no such model, or it cannot be had; or what is no model of the hub is to have a revision.
     """
+    path = Path(model).expanduser()
+    if revision and (not model or path.exists()):
+        raise ConfigError([f"revision: {model or DEMO_NAME} is no model of the hub, so it has none"])
     if not model:
         return Path(str(importlib.resources.files("pagoda"))) / "demo_model"
-    path = Path(model).expanduser()
     if path.is_dir():
         return _in_directory(model, path.resolve())
     if path.is_file() and is_gguf(path):

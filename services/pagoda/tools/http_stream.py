@@ -25,6 +25,10 @@ class HttpError(Exception):
     """The exchange failed: no connection, a broken answer, too slow."""
 
 
+class NoConnection(HttpError):
+    """Nobody is there."""
+
+
 class StaleConnection(HttpError):
     """A kept connection turned out to be closed before anything of the answer arrived; another one may do."""
 
@@ -79,12 +83,12 @@ class Connection(asyncio.Protocol):
 
     @staticmethod
     async def open(target: Target) -> Connection:
-        """Raises HttpError when the server cannot be reached."""
+        """Raises NoConnection."""
         loop = asyncio.get_running_loop()
         try:
             _, connection = await loop.create_connection(Connection, target.host, target.port, ssl=target.tls)
         except OSError as error:
-            raise HttpError(f"cannot connect to {target.host}:{target.port}: {error.strerror or error}") from error
+            raise NoConnection(f"cannot connect to {target.host}:{target.port}: {error.strerror or error}") from error
         return connection
 
     async def exchange(self, request: bytes, on_event: OnEvent, timeout_s: float) -> HttpAnswer:

@@ -54,6 +54,18 @@ def test_sec_23_a_key_is_printed_once_and_alone(store: Path, capsys: pytest.Capt
             assert text.encode() not in file.read_bytes()
 
 
+def test_a_new_store_is_told_and_no_directory_is_made_for_it(
+    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for told in (True, False):
+        assert keys("create", "Ann") == EXIT_OK
+        assert (f"{store} is a new store" in capsys.readouterr().err) == told
+    monkeypatch.setenv("PAGODA_STORE", f"sqlite://{store.parent}/mistyped/s.db")
+    assert keys("create", "Ann") == EXIT_CONFIG
+    assert f"there is no directory {store.parent}/mistyped" in capsys.readouterr().err
+    assert not (store.parent / "mistyped").exists()
+
+
 def test_keys_are_listed_oldest_first_and_revoked_by_id(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         keys("create", name, "--role", "admin", "--valid-days", "2")
@@ -94,6 +106,6 @@ def test_a_file_that_is_not_there_is_no_empty_list(store: Path, capsys: pytest.C
 
 
 def test_a_store_that_is_gone_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert keys("create", "x", "--store", f"sqlite://{tmp_path}/file/s.db") == EXIT_UNREACHABLE
+    (tmp_path / "directory").mkdir()
+    assert keys("create", "x", "--store", f"sqlite://{tmp_path}/directory") == EXIT_UNREACHABLE
     assert "the store cannot be reached" in capsys.readouterr().err

@@ -35,6 +35,16 @@ def test_the_home_directory_may_be_written_as_a_tilde(tmp_path: Path, monkeypatc
     assert locate("~/mine") == path
 
 
+@pytest.mark.parametrize("model", ["", "."])
+def test_what_is_no_model_of_the_hub_has_no_revision(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint(tmp_path / "mine"))
+    locate(model)
+    with pytest.raises(ConfigError, match=r"revision: .* is no model of the hub"):
+        locate(model, "main")
+
+
 def test_a_hub_id_keeps_its_name() -> None:
     assert served_name("org/some-model") == "org/some-model"
 
