@@ -77,8 +77,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, records=records, due_at=at)
 
     def of_many(self) -> Job:
-        """The same for whoever reads it, now or later, each with a time of its own."""
-        return msgspec.structs.replace(self, due_at=0.0)
+        """The same for whoever reads it, now or later, each with a time of its own: it waits as long as any may."""
+        return self.due(0.0, 0.0)
 
     def loosened(self) -> Job:
         """The same with the grammar that says less."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.gateway.tickets.test_tickets import ASK, CHAT, TEXT, WHOLE, held_up, running, text_of
+
+from pagoda_gateway.generation.job import Job
+from pagoda_gateway.store.tickets import JOBS
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -33,3 +37,15 @@ async def test_who_reads_along_has_a_time_of_its_own(tmp_path: Path) -> None:
             named = {"Idempotency-Key": "k", "Request-Timeout-Ms": "100"}
             late = await gateway.client.post(CHAT, json=WHOLE, headers=named)
             assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+async def test_the_first_ones_time_is_not_that_of_those_who_ask_later(tmp_path: Path) -> None:
+    """Neither where it runs, nor where it is run again."""
+    async with running(tmp_path) as gateway:
+        go, named = held_up(gateway, num_batches=0), {"Idempotency-Key": "k"}
+        await gateway.client.post(CHAT, json=WHOLE, headers=named | {"Request-Timeout-Ms": "100"})
+        kept = (await gateway.context.store.page(JOBS, "", limit=2)).records
+        asked = [generation.record for generation in gateway.engine.generations]
+        asked += msgspec.json.decode(kept[0].value, type=Job).records
+        assert [record.queue_timeout_s for record in asked] == [0.0, 0.0]
+        go.set()
