@@ -344,11 +344,11 @@ class EngineCore:
         self._inbox.post(partial(self._take_verdict, grammar, verdict))
 
     def _take_verdict(self, grammar: str, verdict: Verdict, now: float) -> None:
-        waited = self.admission.judged(grammar, verdict, now)
-        if verdict.error is None:
-            return self._admit_held(waited, now)
-        for held in waited:
-            self._reject(held.submission, verdict.error.anew())
+        for held in self.admission.judged(grammar, verdict, now):
+            if verdict.error is None or verdict.tenant not in (None, held.submission.record.tenant):
+                self._admit_held([held], now)
+            else:
+                self._reject(held.submission, verdict.error.anew())
 
     def _reject(self, submission: Submission, error: PagodaError) -> None:
         retry_after_s, router = 0.0, self._router

@@ -7,54 +7,85 @@ bits become the last one within. What holds from above holds from below with all
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from pagoda_proto.grammars import places
 
 NEAR = "a whole number that is itself excluded needs one or more between it and the other bound"
 WIDE = "whole numbers are of 64 bits, and none of these fits"
 WORD = 2**63
-# Of a bound from below its keyword, that of the excluded one, those from the other side, and the sign of all.
-SIDES = (
-    ("minimum", "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
-    ("maximum", "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
-)
 JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+
+
+class Side(NamedTuple):
+    """From where: a bound's keyword, that of the excluded one, those from the other side, and the sign of all."""
+
+    included: str
+    excluded: str
+    others: tuple[str, str]
+    sign: int
+
+    def told(self, part: dict[str, Any], *names: str) -> list[float]:
+        return [self.sign * part[name] for name in names if _is_number(part.get(name))]
+
+
+SIDES = (
+    Side("minimum", "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
+    Side("maximum", "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
+)
+
+
+class Bounds(NamedTuple):
+    """The strictest that parts which hold together say: the highest from a side, the lowest from the other."""
+
+    included: float
+    excluded: float
+    other: float
+
+    @classmethod
+    def of(cls, side: Side, part: dict[str, Any]) -> Bounds:
+        return cls(
+            max(side.told(part, side.included), default=-math.inf),
+            max(side.told(part, side.excluded), default=-math.inf),
+            min(side.told(part, *side.others), default=math.inf),
+        )
+
+    @classmethod
+    def together(cls, all_: Iterable[Bounds]) -> Bounds:
+        included, excluded, other = zip(*all_, strict=True)
+        return cls(max(included), max(excluded), min(other))
+
+    def near(self) -> bool:
+        """Whether the excluded bound, if it is the one that counts, leaves less than one to the other side."""
+        bound = self.excluded
+        return self.included <= bound < self.other < bound + 1 and bound % 1 == 0
 
 
 def leaks(schema: Any) -> Iterator[str]:
     """Each such bound, behind its JSON pointer."""
-    joined = _joined(schema)
-    for included, excluded, others, sign in SIDES:
-        for pointer, part, _ in _parts(schema, {excluded}):
-            beside = [part, *joined.get(id(part), ())]
-            if _may_be_any_number(part) and _is_near(beside, included, excluded, others, sign):
+    groups = _groups(schema)
+    for side in SIDES:
+        of_groups = [Bounds.together(Bounds.of(side, part) for part in group) for group in groups]
+        beside: dict[int, list[Bounds]] = {}  # by a part's identity
+        for group, bounds in zip(groups, of_groups, strict=True):
+            for part in group:
+                beside.setdefault(id(part), []).append(bounds)
+        for pointer, part, _ in _parts(schema, {side.excluded}):
+            bounds = Bounds.together([Bounds.of(side, part), *beside.get(id(part), ())])
+            if _may_be_any_number(part) and bounds.near():
                 yield f"{pointer}: {NEAR}"
-        for pointer, part, bound in _parts(schema, {included, excluded}):
-            if part.get("type") == "integer" and _is_number(bound) and sign * bound >= WORD + (sign < 0):
+        for pointer, part, bound in _parts(schema, {side.included, side.excluded}):
+            if part.get("type") == "integer" and _is_number(bound) and side.sign * bound >= WORD + (side.sign < 0):
                 yield f"{pointer}: {WIDE}"
 
 
-def _is_near(parts: list[Any], included: str, excluded: str, others: tuple[str, ...], sign: int) -> bool:
-    """Whether the excluded bound, if it is the one that counts, leaves less than one to the other side."""
-
-    def told(*names: str) -> list[float]:
-        return [sign * part[name] for part in parts for name in names if _is_number(part.get(name))]
-
-    bound = max(told(excluded), default=-math.inf)
-    other = min(told(*others), default=math.inf)
-    return max(told(included), default=bound) <= bound < other < bound + 1 and bound % 1 == 0
-
-
-def _joined(schema: Any) -> dict[int, list[Any]]:
-    """By a part's identity the parts that hold with it: by allOf, anyOf, oneOf or a reference, directly."""
-    found: dict[int, list[Any]] = {}
+def _groups(schema: Any) -> list[list[dict[str, Any]]]:
+    """The parts that hold together: by allOf, anyOf, oneOf or a reference, directly."""
+    found = []
     for _, whole, value in _parts(schema, JOINS):
         named = value if isinstance(value, list) else [_referred(schema, value)]
-        group = [whole, *(part for part in named if isinstance(part, dict))]
-        for part in group:
-            found.setdefault(id(part), []).extend(group)
+        found.append([whole, *(part for part in named if isinstance(part, dict))])
     return found
 
 

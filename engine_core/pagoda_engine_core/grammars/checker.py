@@ -50,8 +50,8 @@ class GrammarChecker:
     def check(self, grammar: str, tenant: str, told: Told) -> None:
         """See `Checker`; raises PagodaError OVERLOADED when too many wait already, and no tenant has more of them."""
         if (gone := self._turns.put(tenant, grammar, told)) is not None:
-            unread, its = gone
-            its(unread, Verdict(self._turns.overloaded(), final=False))
+            whose, unread, its = gone
+            its(unread, Verdict(self._turns.overloaded(), final=False, tenant=whose))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()

@@ -85,9 +85,8 @@ def _serve(asked: BinaryIO, answers: BinaryIO, checking: mmap.mmap) -> None:
         # Unhandled, the timers' signals end the process, whatever it does.
         signal.setitimer(signal.ITIMER_REAL, GRAMMAR_CHECK_S)
         signal.setitimer(signal.ITIMER_PROF, GRAMMAR_COMPUTE_S)
-        problem = problem_of(grammar)
+        problem = located(problem_of(grammar), grammar) or leaking(grammar)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        problem = located(problem, grammar) or leaking(grammar)
         signal.setitimer(signal.ITIMER_REAL, 0)
         checking[0] = 0
         answers.write(frame(JUDGED + problem.replace(ELIDED, "").strip()[:MAX_TOLD_CHARS].encode()))

@@ -24,22 +24,24 @@ class Turns:
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, tenant: str, grammar: str, told: Told) -> tuple[str, Told] | None:
-        """Have it wait; what must go for that is handed out. Raises PagodaError OVERLOADED where nothing must."""
+    def put(self, tenant: str, grammar: str, told: Told) -> tuple[str, str, Told] | None:
+        """Have it wait; what must go for that is handed out, with its tenant before it. Raises PagodaError OVERLOADED
+        where nothing must."""
         with self._changed:
             line = self._lines.get(tenant, {})
             if grammar in line:
                 return None
             gone = None
             if sum(map(len, self._lines.values())) >= self._most:
-                if len(longest := max(self._lines.values(), key=len)) < len(line) + 2:
+                longest = max(self._lines, key=lambda name: len(self._lines[name]))
+                if len(self._lines[longest]) < len(line) + 2:
                     if self._waits(grammar):
                         return None
                     raise self.overloaded()
-                gone = longest.popitem()
+                gone = (longest, *self._lines[longest].popitem())
             self._lines.setdefault(tenant, line)[grammar] = told
             self._changed.notify()
-            return None if gone is None or self._waits(gone[0]) else gone
+            return None if gone is None or self._waits(gone[1]) else gone
 
     def take(self) -> tuple[str, Told] | None:
         """The next one, once there is one; None when closed. It waits in no tenant's line any more."""

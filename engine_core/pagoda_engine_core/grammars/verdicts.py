@@ -19,11 +19,12 @@ MAX_DEAR = 1024
 
 class Verdict(NamedTuple):
     """`error` says why a grammar is refused, None if it is not. `final`: asking again would bring the same. `dear`: it
-    took the process down."""
+    took the process down. `tenant`: it says something of that one's place in the line alone; None: of the grammar."""
 
     error: PagodaError | None
     final: bool
     dear: bool = False
+    tenant: str | None = None
 
 
 class _Dear(NamedTuple):

@@ -156,6 +156,22 @@ def test_each_tenant_that_asks_has_a_turn_and_who_made_room_for_others_is_overlo
     assert len(checker.asked) == 3
 
 
+def test_one_that_made_room_is_refused_to_its_tenant_and_still_asked_for_by_others(
+    bench: Bench, checker: ScriptedChecker
+) -> None:
+    records = [formed(tenant=tenant) for tenant in ("a", "b")]
+    for record in records:
+        bench.submit(record)
+    bench.settle()
+    checker.find("g", UNREAD._replace(tenant="a"))
+    bench.settle()
+    assert set(bench.sink.rejections) == {records[0].request_id}
+    assert checker.tenants == ["a", "b", "b"]
+    checker.find("g", GOOD)
+    bench.settle()
+    assert set(bench.sink.rejections) == {records[0].request_id}
+
+
 def test_sec_17_verdicts_are_kept_for_so_many(
     bench: Bench, checker: ScriptedChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,5 +33,9 @@ def obey(grammar: str) -> str:
     return ""
 
 
-program.problem_of = obey
+def obey_afterwards(grammar: str) -> str:
+    return obey(grammar.removeprefix("after, ")) if grammar.startswith("after, ") else ""
+
+
+program.problem_of, program.leaking = obey, obey_afterwards
 program.main(sys.stdin.buffer, sys.stdout.buffer)

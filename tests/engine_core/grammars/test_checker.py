@@ -143,6 +143,7 @@ def test_what_is_harmless_here_compiles_in_a_worker_as_well(ask: Ask, catastroph
     ("order", "says"),
     [
         ("spin", "more than 0.1 s of processor time"),
+        ("after, spin", "more than 0.1 s of processor time"),
         ("wait", "longer than 2 s"),
         ("stop", "longer than 2 s"),
         ("eat", "more than 512 MB"),

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from pagoda_engine_core.grammars.bounds import leaks
 from pagoda_engine_core.grammars.pointing import leaking, located
 from pagoda_proto import grammars
 
@@ -42,6 +43,25 @@ from pagoda_proto import grammars
 )
 def test_a_problem_with_a_keyword_says_where_it_stands(problem: str, grammar: str, told: str) -> None:
     assert located(problem, grammar) == told
+
+
+class Read(dict[str, Any]):
+    """Counts how often it is asked for a keyword."""
+
+    asked = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        Read.asked += 1
+        return super().get(key, default)
+
+
+def test_a_keyword_is_read_a_few_times_however_many_parts_hold_together() -> None:
+    counts = []
+    for number in (100, 200):
+        Read.asked = 0
+        assert list(leaks({"anyOf": [Read(type="number", exclusiveMaximum=5) for _ in range(number)]})) == []
+        counts.append(Read.asked)
+    assert counts[1] < 2.1 * counts[0]
 
 
 NEAR = "a whole number that is itself excluded needs one or more between it and the other bound"

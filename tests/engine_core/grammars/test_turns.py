@@ -18,7 +18,7 @@ def told(grammar: str, verdict: Verdict) -> None:
 
 def put(turns: Turns, tenant: str, *grammars: str) -> list[str | None]:
     gone = [turns.put(tenant, grammar, told) for grammar in grammars]
-    return [one[0] if one else None for one in gone]
+    return [one[1] if one else None for one in gone]
 
 
 def take(turns: Turns, count: int) -> list[str]:
@@ -89,7 +89,7 @@ def test_whatever_comes_no_more_wait_than_may_and_all_are_checked_or_told(
             except PagodaError:
                 assert f"{number}" not in waiting
                 continue
-            waiting = (waiting | {f"{number}"}) - ({gone[0]} if gone else set())
+            waiting = (waiting | {f"{number}"}) - ({gone[1]} if gone else set())
         tenants = Counter({tenant: len(line) for tenant, line in turns._lines.items()})
         assert tenants.total() <= 6
         assert {grammar for line in turns._lines.values() for grammar in line} == waiting
