@@ -69,7 +69,8 @@ class Unreadable(PagodaError):
 
 
 class Full(PagodaError):
-    """There is no room for what was to be written. What is there can be read, and deleted."""
+    """There is no room for what was to be written. What is there can be read; where a disk is full, a journal has no
+    room for deletions either."""
 
     def __init__(self, why: str) -> None:
         super().__init__(ErrorCode.UNAVAILABLE, "this server has no room to keep anything more", None, 10.0)
