@@ -37,7 +37,7 @@ def connect(context: zmq.Context, endpoint: str, keys: CurveKeys | None, incarna
     return dealer
 
 
-def test_sec_03_only_workers_with_a_listed_key_are_heard(tmp_path: Path) -> None:
+def test_sec_03_only_workers_with_a_listed_key_are_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     generate(tmp_path / "ours")
     generate(tmp_path / "theirs")
     ours = load_curve(str(tmp_path / "ours" / "worker"), "engine-core.public")
@@ -61,6 +61,8 @@ def test_sec_03_only_workers_with_a_listed_key_are_heard(tmp_path: Path) -> None
             assert not any(isinstance(event, WorkerJoined) for event in executor.wait(WAIT_S))
         assert [info.hello.worker_id for info in executor.workers()] == ["friend"]
         assert not [name for name in executor.counters() if name.startswith("frames_dropped")]
+        line = next(record.getMessage() for record in caplog.records if "handshake" in record.getMessage())
+        assert f"connections to {executor.endpoint} refused" in line
     finally:
         executor.close()
         context.destroy(linger=0)

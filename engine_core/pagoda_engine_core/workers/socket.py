@@ -7,6 +7,8 @@ one direction only, of which this end learns late.
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from pagoda_engine_core.workers import endpoints
 from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.keys import CurveKeys, load_curve
 from pagoda_proto.times import link_times_ms
+
+log = logging.getLogger(__name__)
 
 SOCKET_OPTIONS = {
     zmq.ROUTER_MANDATORY: 1,  # sending to a peer that is gone fails instead of vanishing
@@ -31,6 +35,7 @@ SOCKET_OPTIONS = {
 REFUSED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+TOLD_EVERY_S = 60.0  # refused handshakes make a line this often at most
 WORKER_KEYS = "worker*.public"
 LAST, MORE, READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
 """As plain integers: arithmetic with zmq's own costs more than sending a plan."""
@@ -58,6 +63,32 @@ def admit_only(
     return authenticator
 
 
+class Refusals:
+    """Handshakes that were refused: how many, told in a line now and then. `now` is any monotonic clock."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._unlisted = self._others = 0  # not told yet
+        self._next_at = float("-inf")
+
+    def add(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._unlisted += 1
+        else:
+            self._others += 1
+
+    def tell(self, now: float) -> None:
+        """At once, unless the last line was lately: then later, with all that came meanwhile."""
+        if not self._unlisted + self._others or now < self._next_at:
+            return
+        log.warning(
+            "%d connections to %s refused in the handshake: %d with a key that is not listed, %d with none that fits",
+            self._unlisted + self._others, self._endpoint, self._unlisted, self._others,
+        )  # fmt: skip
+        self._unlisted = self._others = 0
+        self._next_at = now + TOLD_EVERY_S
+
+
 class WorkerSocket:
     """Bound at once. Used by one thread.
 
@@ -82,6 +113,7 @@ class WorkerSocket:
             self._context.destroy(linger=0)
             raise OSError(error.errno, f"cannot listen for workers at {config.worker_endpoint}: {error}") from error
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._refusals = Refusals(self.endpoint)
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """The next frame and the route it came on; None when there is none."""
@@ -102,14 +134,16 @@ class WorkerSocket:
             return False
         return True
 
-    def refused_handshakes(self) -> int:
+    def refused_handshakes(self, now: float) -> int:
         """Peers that were refused before their first frame, since it was last asked: without a key, with one that is
         not listed, or in another way. libzmq refuses them on its own; it tells a monitor, and nobody else would know.
+        The log hears of them here. `now` is any monotonic clock.
         """
         count = 0
         while _is_readable(self._monitor):
-            self._monitor.recv_multipart()
+            self._refusals.add(int.from_bytes(self._monitor.recv_multipart()[0][:2], sys.byteorder))
             count += 1
+        self._refusals.tell(now)
         return count
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ class ZmqExecutor:
         ready = dict(self._poller.poll(int(timeout_s * 1000 + 0.999)))  # not too soon, to come again for nothing
         if ready.pop(self._wake_fd, 0):
             os.eventfd_read(self._wake_fd)
-        self._counters["handshakes_refused"] += self._socket.refused_handshakes()
+        self._counters["handshakes_refused"] += self._socket.refused_handshakes(self._clock())
         ended = [peer for peer in self._peers.values() if peer.pidfd in ready]
         if ready.pop(self._socket.socket, 0):
             self._receive_all()  # what a process said before it ended still counts

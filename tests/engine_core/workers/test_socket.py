@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 import zmq
 
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.workers.socket import WorkerSocket
+from pagoda_engine_core.workers.socket import TOLD_EVERY_S, Refusals, WorkerSocket
 from pagoda_proto.times import WORKER_DEAD_S
 
 
@@ -52,3 +53,21 @@ def test_a_link_is_given_up_no_sooner_than_its_worker_is(dead_s: float) -> None:
         assert bound.socket.getsockopt(zmq.HANDSHAKE_IVL) == WORKER_DEAD_S * 1000
     finally:
         bound.close()
+
+
+def test_refused_handshakes_are_a_line_at_most_every_minute(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    refusals = Refusals("tcp://here:1")
+    refusals.tell(now=1000.0)
+    assert not caplog.records
+    unlisted, other = zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    for event, now in ((unlisted, 1000.0), (other, 1000.1), (unlisted, 1059.0), (other, 1059.9)):
+        refusals.add(event)
+        refusals.tell(now)
+    refusals.tell(1000.0 + TOLD_EVERY_S)  # nothing new, but what has not been told
+    refusals.tell(1000.0 + 3 * TOLD_EVERY_S)
+    start = "connections to tcp://here:1 refused in the handshake"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"1 {start}: 1 with a key that is not listed, 0 with none that fits",
+        f"3 {start}: 1 with a key that is not listed, 2 with none that fits",
+    ]

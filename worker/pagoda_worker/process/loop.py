@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 Report = Callable[[dict[str, object]], None]
 
 REPORT_EVERY_S = 0.25  # how often it tells how far loading is
+TOLD_EVERY = 256  # attempts without an answer: about an hour of them
 PENDING_POLL_S = 0.001  # how soon it notices that a step on a device is over
 
 
@@ -201,6 +202,8 @@ class StepLoop:
                 answer = registration.ask(times.hello_answer_s(failed), lambda: self._departure.announced)
                 if isinstance(answer, Welcome):
                     self._live(registration, answer, report)
+                elif answer is None and _worth_a_line(failed + 1) and not self._departure.announced:
+                    log.warning("no engine core answers at %s; trying on", registration.why_unanswered)
             failed = 0 if isinstance(answer, Welcome) else failed + 1
             if isinstance(answer, Refused):
                 stop.wait(_pause_s(answer, failed))
@@ -289,6 +292,12 @@ class StepLoop:
         self._pending.clear()
         self._runner.reset()
         self._progress.busy_since = None
+
+
+def _worth_a_line(failed: int) -> bool:
+    """Of attempts in a row without an answer the first is told, then ever fewer: a wait may be long, and its cause is
+    one line."""
+    return failed.bit_count() == 1 or failed % TOLD_EVERY == 0
 
 
 def _pause_s(refused: Refused, times_refused: int) -> float:

@@ -51,6 +51,7 @@ class Registration:
         self.standing = Standing("", 0, link.spoken.oldest)
         self._version = link.spoken.oldest  # of the last answer
         self._membership = Membership()
+        self._endpoint = link.endpoint
         self._wire = Wire(context, link, f"{route}/d")
         connect = partial(Wire, context, link, f"{route}/c")
         self._control = Control(connect, self._membership, progress, departure, signs)
@@ -79,6 +80,11 @@ class Registration:
                 self._version = frame[0].version
                 return answer
         return None
+
+    @property
+    def why_unanswered(self) -> str:
+        """Where the engine core was asked, and what is known of why nothing comes from there."""
+        return f"{self._endpoint}: {self._wire.why_silent()}"
 
     def admit(self, welcome: Welcome) -> Standing:
         """The membership begins. Connections that broke before were lost for nothing that it needs."""

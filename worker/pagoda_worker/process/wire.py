@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,16 @@ SOCKET_OPTIONS = {
     zmq.RECONNECT_IVL: 100,
     zmq.RECONNECT_IVL_MAX: 1000,
 }
+NO_CONNECTION = "no connection"
+NO_HANDSHAKE = "the handshake fails: the keys do not fit, one side has none, or what listens there is no engine core"
+SILENCES: dict[int, str] = {
+    zmq.EVENT_CLOSED: NO_CONNECTION,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the handshake fails: this worker's key is not one that it admits",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: NO_HANDSHAKE,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: NO_HANDSHAKE,
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: "connected, and no answer comes",
+}
+"""What an event of a connection says of why nothing is heard; the last one holds."""
 
 
 class Link(NamedTuple):
@@ -80,7 +91,10 @@ class Wire:
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, link.keys.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, link.keys.secret)
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, link.keys.peers[0])
-        self._endings: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        watched = sum(SILENCES, zmq.EVENT_DISCONNECTED)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(watched)
+        self._endings = 0  # not yet asked about
+        self._why_silent = NO_CONNECTION
         self.dropped = 0  # frames, so far
         try:
             self._socket.connect(link.endpoint)
@@ -95,11 +109,20 @@ class Wire:
     def broke(self) -> bool:
         """Whether a connection has ended since this was last asked: nobody knows what of it has arrived, though libzmq
         makes another one by itself."""
-        found = False
-        while _ready(self._endings, zmq.POLLIN):
-            self._endings.recv_multipart()
-            found = True
+        self._look()
+        found, self._endings = self._endings > 0, 0
         return found
+
+    def why_silent(self) -> str:
+        """What libzmq tells of the way there, for when nothing is heard."""
+        self._look()
+        return self._why_silent
+
+    def _look(self) -> None:
+        while _ready(self._monitor, zmq.POLLIN):
+            event = int.from_bytes(self._monitor.recv_multipart()[0][:2], sys.byteorder)
+            self._endings += event == zmq.EVENT_DISCONNECTED
+            self._why_silent = SILENCES.get(event, self._why_silent)
 
     def send(
         self,
@@ -143,7 +166,7 @@ class Wire:
     def close(self, linger_s: float = 0.0) -> None:
         """Let go of the socket; what was sent may still leave within `linger_s`."""
         self._socket.disable_monitor()
-        self._endings.close()
+        self._monitor.close()
         self._socket.close(linger=round(linger_s * 1000))
 
 
