@@ -1,8 +1,9 @@
-"""What may be kept of a tenant, of one kind: counted in the store now and then, and in between by what was added here.
+"""What may be kept of a tenant, of one kind: counted in the store now and then, and in between by what is written here.
 
-Where there is no room for one more, the oldest are forgotten that nobody is likely to ask for again; and where that
-makes none, nothing is, and nobody tries again for a while. Several gateways may each add what there is room for in
-between, so together they go over by that much at most.
+Where there seems to be no room for one more it is counted anew, so that nothing goes for what is gone already. Then the
+oldest are forgotten that nobody is likely to ask for again; and where that makes no room, nothing is, and nobody tries
+again for a while. Several gateways may each add what there is room for in between, so together they go over by that
+much at most.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from pagoda_gateway.store.interface import Conflict
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
@@ -30,6 +33,10 @@ class Held(NamedTuple):
 
     def plus(self, other: Held) -> Held:
         return Held(self.number + other.number, self.num_bytes + other.num_bytes)
+
+    def minus(self, other: Held) -> Held:
+        """Never less than nothing."""
+        return Held(max(self.number - other.number, 0), max(self.num_bytes - other.num_bytes, 0))
 
     def within(self, other: Held) -> bool:
         return self.number <= other.number and self.num_bytes <= other.num_bytes
@@ -58,10 +65,12 @@ class Keeps(Protocol):
 
 @dataclass
 class Tenant:
-    """What one has, as it was counted and with what was added since. Under `lock` it is counted, and room is made.
-    `looked_until`: there was no room to be made; `room_at`: when there may be."""
+    """What one has, as it was counted and with what was written since. `coming` has its room and is still being
+    written, so it may not be counted yet. Under `lock` it is counted, and room is made. `looked_until`: there was no
+    room to be made; `room_at`: when there may be."""
 
     held: Held = NOTHING
+    coming: Held = NOTHING
     counted_at: float = -math.inf
     looked_until: float = -math.inf
     room_at: float = -math.inf
@@ -78,29 +87,55 @@ class Room:
         self._tenants: dict[str, Tenant] = {}
 
     async def take(self, owner: str, num_bytes: int, number: int = 1) -> None:
-        """Raises PagodaError: RATE_LIMITED where there is no room and none can be made, REQUEST_TOO_LARGE where there
-        never is, what the store raises."""
+        """For what is as good as written. Raises PagodaError as `taking`."""
+        async with self.taking(owner, num_bytes, number):
+            pass
+
+    @asynccontextmanager
+    async def taking(self, owner: str, num_bytes: int, number: int = 1) -> AsyncIterator[None]:
+        """Room for what is written meanwhile. After a Conflict it was not; after any other error it may have been.
+
+        Raises:
+            PagodaError: RATE_LIMITED where there is no room and none can be made, REQUEST_TOO_LARGE where there never
+                is, what the store raises.
+        """
         tenant, added = self._tenant(owner), Held(number, num_bytes)
         if num_bytes > self._most.num_bytes:
             message = f"{self._kept.what} may take {self._most.num_bytes} bytes each; this one takes {num_bytes}"
             raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, message)
         async with tenant.lock:
-            if self._clock() - tenant.counted_at >= times.TICKETS_FRESH_S:
-                tenant.held, tenant.counted_at = await self._kept.held_by(owner), self._clock()
+            is_old = self._clock() - tenant.counted_at >= times.TICKETS_FRESH_S
+            if is_old and self._lacking(tenant, added) == NOTHING:
+                await self._count(owner, tenant)
             if self._lacking(tenant, added) != NOTHING:
                 await self._make_room(owner, tenant, added)
-            tenant.held = tenant.held.plus(added)
+            tenant.coming = tenant.coming.plus(added)
+        written = added
+        try:
+            yield
+        except Conflict:
+            written = NOTHING
+            raise
+        finally:
+            tenant.coming, tenant.held = tenant.coming.minus(added), tenant.held.plus(written)
+
+    def freed(self, owner: str, gone: Held) -> None:
+        """So much was deleted here."""
+        if (tenant := self._tenants.get(owner)) is not None:
+            tenant.held = tenant.held.minus(gone)
 
     def _tenant(self, owner: str) -> Tenant:
         if owner not in self._tenants and len(self._tenants) >= MAX_TENANTS:
-            self._tenants = {name: tenant for name, tenant in self._tenants.items() if tenant.lock.locked()}
+            self._tenants = {name: one for name, one in self._tenants.items() if one.lock.locked() or any(one.coming)}
         return self._tenants.setdefault(owner, Tenant())
+
+    async def _count(self, owner: str, tenant: Tenant) -> None:
+        tenant.held, tenant.counted_at = await self._kept.held_by(owner), self._clock()
 
     def _lacking(self, tenant: Tenant, added: Held) -> Held:
         """Of what is added; what somebody is over the bound by in the other respect does not matter."""
-        over = [
-            held + more - most if more else 0 for held, more, most in zip(tenant.held, added, self._most, strict=True)
-        ]
+        there = tenant.held.plus(tenant.coming)
+        over = [held + more - most if more else 0 for held, more, most in zip(there, added, self._most, strict=True)]
         return Held(max(over[0], 0), max(over[1], 0))
 
     async def _make_room(self, owner: str, tenant: Tenant, added: Held) -> None:
@@ -108,18 +143,18 @@ class Room:
         for _ in range(TRIES):
             if self._clock() < tenant.looked_until:
                 break
+            await self._count(owner, tenant)
             needed = self._lacking(tenant, added)
+            if needed == NOTHING:
+                return  # it was not as it was thought to be, or another gateway forgot the same ones
             spare = Held(*(most // SPARE if lack else 0 for lack, most in zip(needed, self._most, strict=True)))
             gone, wait_s = await self._kept.forget_oldest(owner, needed, spare)
             if needed.within(gone):
-                tenant.held = Held(tenant.held.number - gone.number, tenant.held.num_bytes - gone.num_bytes)
+                tenant.held = tenant.held.minus(gone)
                 return
             if wait_s > 0.0:
                 tenant.room_at = self._clock() + wait_s
                 tenant.looked_until = min(tenant.room_at, self._clock() + times.TICKETS_FRESH_S)
-            tenant.held, tenant.counted_at = await self._kept.held_by(owner), self._clock()
-            if self._lacking(tenant, added) == NOTHING:
-                return  # another gateway forgot the same ones, or it was not as it was thought to be
         what = f"{self._most.number} {self._kept.what} of {self._most.num_bytes} bytes together"
         message = f"{what} are kept for a key at most, and those that are kept run or have only just ended"
         raise PagodaError(ErrorCode.RATE_LIMITED, message, retry_after_s=max(1.0, tenant.room_at - self._clock()))

@@ -200,15 +200,16 @@ class KeptTickets:
     def age_s(self, found: Found) -> float:
         return self._keep_s - ((found.record.expires_at or math.inf) - time.time())
 
-    async def let_go(self, found: Found) -> None:
-        """Delete one of which there is nothing else. Raises Conflict where it is not that one any more."""
-        await self._store.delete(TICKETS, found.name, expect=found.record.version)
+    async def let_go(self, found: Found) -> Held:
+        """Delete one of which there is nothing else; what it took. Raises Conflict where it is not that one now."""
+        was_there = await self._store.delete(TICKETS, found.name, expect=found.record.version)
+        return found.ticket.held if was_there else NOTHING
 
-    async def forget(self, found: Found) -> None:
-        """Delete it, and let whoever runs it know."""
+    async def forget(self, found: Found) -> Held:
+        """Delete it, and let whoever runs it know; what it took, as with `delete`."""
         expires_at = time.time() + 2 * times.TICKET_GRACE_S
         await self._store.put(FORGOTTEN, found.ticket.job_id, b"", owner=found.owner, expires_at=expires_at)
-        await self.delete(found)
+        return await self.delete(found)
 
     async def is_forgotten(self, job_id: str) -> bool:
         return await self._store.get(FORGOTTEN, job_id) is not None
@@ -217,17 +218,20 @@ class KeptTickets:
         """Nobody runs it now. Raises Conflict where it is not that one any more."""
         await self.change(found, ended_at=time.time())
 
-    async def delete(self, found: Found) -> None:
-        """As it is now, with what was kept of it since it was found."""
+    async def delete(self, found: Found) -> Held:
+        """As it is now, with what was kept of it since it was found; what it took, nothing where somebody else deleted
+        it."""
+        gone = NOTHING
         last: Found | None = found
         while last is not None and last.ticket.job_id == found.ticket.job_id:
             found = last
             try:
-                await self._store.delete(TICKETS, found.name, expect=found.record.version)
+                gone = await self.let_go(found)
                 break
             except Conflict:
                 last = await self.find(found.name, found.owner)
         await self._drop_rest(found)
+        return gone
 
     async def _drop_rest(self, found: Found) -> None:
         await self._store.delete(JOBS, found.ticket.job_id)

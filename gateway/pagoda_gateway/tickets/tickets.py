@@ -91,8 +91,8 @@ class Tickets:
         if plain and tape.was_started and tape.num_numbers <= MAX_VALUE_BYTES:
             so_far = tape.dump()
             with suppress(PagodaError):
-                await self._room.take(live.found.owner, len(so_far), number=0)
-                await self._kept.hand_over(live.found, so_far, 2 * times.TICKET_GRACE_S)
+                async with self._room.taking(live.found.owner, len(so_far), number=0):
+                    await self._kept.hand_over(live.found, so_far, 2 * times.TICKET_GRACE_S)
 
     async def aclose(self) -> None:
         for live in list(self._live.values()):
@@ -144,8 +144,8 @@ class Tickets:
             ended_at=time.time() if named.background else 0.0,
         )
         check_job(data)
-        await self._room.take(named.owner, len(data))
-        return await self._kept.begin(named.name, named.owner, ticket, data)
+        async with self._room.taking(named.owner, len(data)):
+            return await self._kept.begin(named.name, named.owner, ticket, data)
 
     async def _written_again(self, live: Live | None) -> bool:
         """The ticket of what runs here is there once more, as the store had lost it. False: deleted, or ended."""
@@ -184,11 +184,11 @@ class Tickets:
             message = "the request with this Idempotency-Key is only beginning"
             raise PagodaError(ErrorCode.IN_PROGRESS, message, retry_after_s=times.RESPONSE_SWEEP_S)
         with suppress(Conflict):
-            await self._kept.let_go(found)
+            self._room.freed(found.owner, await self._kept.let_go(found))
 
     async def forget(self, found: Found) -> None:
         """Wherever it runs, it ends: here now, elsewhere when that gateway looks."""
-        await self._kept.forget(found)
+        self._room.freed(found.owner, await self._kept.forget(found))
         if (live := self._live.get(found.name)) is not None:
             live.stop(PagodaError(ErrorCode.CANCELLED, "the stream was deleted"))
 
@@ -327,7 +327,7 @@ class Tickets:
             live.tape.fail(error)
             if refused:  # what it asks for may be mended under the same key
                 with suppress(PagodaError):
-                    await self._kept.delete(live.found)
+                    self._room.freed(live.found.owner, await self._kept.delete(live.found))
         except Exception as error:  # noqa: BLE001 - readers wait for an ending
             live.tape.fail(internal(error, {"state": {"request_id": live.job.id}}))
         finally:
@@ -351,8 +351,8 @@ class Tickets:
             return False
         answer = live.tape.dump()
         with suppress(PagodaError, Conflict):
-            await self._room.take(live.found.owner, len(answer), number=0)
-            return await self._kept.keep_answer(live.found, answer)
+            async with self._room.taking(live.found.owner, len(answer), number=0):
+                return await self._kept.keep_answer(live.found, answer)
         return False
 
     async def _keep_claim(self, live: Live) -> None:

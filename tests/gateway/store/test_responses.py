@@ -86,6 +86,15 @@ async def test_the_oldest_that_ended_make_room_and_others_stay(store: SqliteStor
     assert await kept.held_by("me") == Held(4, 400)
 
 
+async def test_nothing_is_forgotten_for_what_was_deleted(store: SqliteStore) -> None:
+    kept = KeptResponses(store, 3600.0, Held(6, 10**9))
+    for number in range(12):
+        await kept.finished(name_of(number), "me", b"[]", b"{}")
+        if number >= 3:
+            await kept.delete(name_of(number), "me")
+    assert await there(kept, 12) == [0, 1, 2]
+
+
 async def test_what_runs_leaves_no_room_to_be_made(store: SqliteStore) -> None:
     kept = KeptResponses(store, 3600.0, Held(2, 1000))
     for number in range(2):

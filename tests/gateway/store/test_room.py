@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.gateway.keys.flaky_store import FlakyStore
 from tests.gateway.store.redis_server import running_redis
 from tests.gateway.tickets.test_tickets import shared
 
-from pagoda_gateway.store.interface import Store
+from pagoda_gateway.store.interface import Conflict, Store
 from pagoda_gateway.store.redis_store import RedisStore
 from pagoda_gateway.store.room import NOTHING, Held, Room
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
@@ -127,6 +128,75 @@ async def test_who_is_refused_does_not_look_again_for_a_while() -> None:
         now[0] = times.TICKETS_FRESH_S
         await refused(room)
         assert store.calls["page"] > 0
+
+
+async def test_nothing_goes_for_what_is_gone_already() -> None:
+    """Deleted at another gateway, which nobody is told of."""
+    async with shared() as store:
+        kept, other = KeptTickets(store, KEPT_S), KeptTickets(store, KEPT_S)
+        room = Room(kept, 10, 10**9)
+        await fill(kept, 5)
+        for i in range(8):
+            await room.take("", 7)
+            (found,) = await fill(kept, 1, f"new{i}_")
+            await other.delete(found)
+        assert await kept.held_by("") == Held(5, 35)
+
+
+async def test_what_is_still_being_written_has_its_room_whenever_it_is_counted() -> None:
+    async with shared() as store:
+        kept = KeptTickets(store, KEPT_S)
+        await fill(kept, 3, ago_s=0.0)
+        room = Room(kept, 4, 10**9)
+        async with room.taking("", 7):
+            assert (await refused(room)).code is ErrorCode.RATE_LIMITED
+        assert (await refused(room)).code is ErrorCode.RATE_LIMITED
+
+
+@pytest.mark.parametrize("end", ["conflict", "deleted"])
+async def test_what_is_known_to_be_gone_is_not_counted_for(end: str) -> None:
+    async with shared() as raw:
+        store = Watched(raw)
+        kept = KeptTickets(store, KEPT_S)
+        (first, *_) = await fill(kept, 3, ago_s=0.0)
+        room = Room(kept, 4, 10**9)
+        for _ in range(6):
+            with suppress(Conflict):
+                async with room.taking("", 7):
+                    (found,) = await fill(kept, 1, "new", ago_s=0.0)
+                    if end == "conflict":
+                        await kept.delete(found)
+                        await kept.begin(first.name, "", first.ticket, b"job")
+            if end == "deleted":
+                room.freed("", await kept.forget(found))
+                room.freed("", await kept.forget(found))
+        await room.take("", 1)
+        assert store.calls["page"] == 1
+        await room.take("", 1)
+        assert store.calls["page"] == 2, "and nothing is taken for gone twice"
+
+
+@pytest.mark.parametrize("written", [False, True])
+async def test_what_its_writer_left_is_there_or_is_not(written: bool) -> None:
+    async with shared() as store:
+        kept = KeptTickets(store, KEPT_S)
+        room, writing = Room(kept, 1, 10**9), asyncio.Event()
+
+        async def write() -> None:
+            async with room.taking("", 7):
+                if written:
+                    await fill(kept, 1, ago_s=0.0)
+                writing.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(write())
+        await writing.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if written:
+            assert (await refused(room)).code is ErrorCode.RATE_LIMITED
+        else:
+            await room.take("", 7)
 
 
 async def test_one_that_was_begun_anew_meanwhile_is_not_deleted() -> None:

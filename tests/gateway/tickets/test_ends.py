@@ -9,10 +9,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.gateway.fakes_engine import MODEL
-from tests.gateway.tickets.test_tickets import ASK, RESPONSES, TEXT, held_up, post, running
+from tests.gateway.fakes_engine import MODEL, failing
+from tests.gateway.store.test_room import Watched
+from tests.gateway.tickets.test_tickets import ASK, RESPONSES, TEXT, WHOLE, held_up, post, running, shared
 
 from pagoda_gateway.store.tickets import KeptTickets
+from pagoda_proto.errors import ErrorCode
 
 
 async def test_a_response_that_is_deleted_is_not_told_again_under_its_key(tmp_path: Path) -> None:
@@ -26,6 +28,23 @@ async def test_a_response_that_is_deleted_is_not_told_again_under_its_key(tmp_pa
         assert "idempotent-replayed" not in again.headers
         assert again.json()["id"] != first["id"]
         assert (await gateway.client.get(path)).status_code == 404
+
+
+@pytest.mark.parametrize("end", ["deleted", "refused"])
+async def test_what_is_gone_takes_no_room_and_nobody_counts_for_it(tmp_path: Path, end: str) -> None:
+    async with shared() as raw:
+        store: Any = Watched(raw)
+        async with running(tmp_path, kept_in=store, max_tickets=2) as gateway:
+            await post(gateway, WHOLE, "kept")
+            if end == "refused":
+                gateway.engine.script = failing(ErrorCode.INVALID_ARGUMENT)
+            for i in range(4):
+                response = await post(gateway, ASK, f"k{i}")
+                if end == "deleted":
+                    assert (await gateway.client.delete(response.headers["content-location"])).status_code == 200
+                while gateway.tickets._live:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert store.calls["page"] == 1
 
 
 async def test_openais_client_reads_on_behind_a_ping(tmp_path: Path) -> None:
