@@ -212,6 +212,24 @@ async def test_a_client_that_reads_nothing_frees_its_request(engine: FakeEngineC
             assert 'pagoda_slow_clients_total{model_name="m"} 1.0' in (await gateway.client.get("/metrics")).text
 
 
+async def test_a_gateway_full_of_streams_is_alive_and_says_so(engine: FakeEngineCore, start: Start) -> None:
+    async with start(max_connections=2, admin_api_key="key-of-the-admin") as gateway:
+        await gateway.until_reported("ready")
+        gateway.client.headers["x-api-key"] = "key-of-the-admin"
+        engine.steps = asyncio.Semaphore(4)
+        reading = [asyncio.create_task(events_of(gateway)) for _ in range(2)]
+        await until(lambda: len(engine.running) == 2)
+        async with httpx.AsyncClient(base_url=gateway.url, headers=gateway.client.headers) as other:
+            for path in ("/health/live", "/health/ready", "/health/startup", "/health", "/ping"):
+                assert (await other.get(path)).status_code == 200
+            for path in ("/v1/models", "/metrics", "/health/other"):
+                answer = await other.get(path)
+                assert (answer.status_code, error_code(answer.content)) == (503, "overloaded")
+        for _ in range(100):
+            engine.steps.release()
+        assert all(events[-1] == "[DONE]" for events in await asyncio.gather(*reading))
+
+
 async def test_drain_lets_open_requests_finish(engine: FakeEngineCore, start: Start) -> None:
     async with start() as gateway:
         await gateway.until_reported("ready")

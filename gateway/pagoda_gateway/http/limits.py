@@ -32,6 +32,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024 * 1024
 LEAST_BYTES_PER_S = 64 * 1024  # of an upload, on the whole
+SPARE = "spare"  # in a request's state: it came by a connection beyond the limits
 NO_UPLOADS: Mapping[str, int] = {}
 Unread = Callable[[Scope], PagodaError | None]
 _NOT_NORMAL = re.compile(rb"//|\\|(^|/)\.{1,2}(/|$)|%(2f|5c|2e|00)|[^\x21-\x7e]", re.IGNORECASE)
@@ -100,7 +101,8 @@ class LimitsMiddleware:
             try:
                 self._check_head(scope, limit or self._config.max_body_bytes)
                 caller.grant.check_path(scope["path"])
-                self._check_client(caller.key)
+                if SPARE not in scope["state"]:  # those are counted as connections
+                    self._check_client(caller.key)
                 request.enter_context(quota.request())
             except PagodaError as error:
                 await _refuse(error, scope, upload, send)

@@ -16,7 +16,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from pagoda_gateway.clients import TrustedProxies, client_key
 from pagoda_gateway.config import GatewayConfig
-from pagoda_gateway.http.limits import check_header_sizes, refusal
+from pagoda_gateway.http.limits import SPARE, check_header_sizes, refusal
+from pagoda_gateway.http.spare import SPARE_S, SparePlaces, asks_health
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 MAX_REQUEST_LINE_BYTES = 8192
@@ -41,6 +42,7 @@ class ConnectionGuard:
         self.config = config
         self.on_slow_client = on_slow_client
         self.now = now
+        self.spare = SparePlaces()
         self._proxies = TrustedProxies(config.forwarded_allow_ips)
         self._by_client: Counter[str] = Counter()
         self._total = 0
@@ -85,8 +87,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *, guard: ConnectionGuard, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.asked = False
         self._guard = guard
         self._entered = False
+        self._full: PagodaError | None = None  # why it has but a spare place
         self._in_head = False
         self._head_bytes = 0
         self._num_headers = 0
@@ -99,15 +103,19 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         error = self._guard.enter(self._client_address)
-        if error is not None:
+        if error is None:
+            self._entered = True
+        elif self._guard.spare.take(self, client_key(self._client_address)):
+            self._full = error
+        else:
             self._refuse(error)
             return
-        self._entered = True
         self._arm_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timers()
         self._guard.works(self)
+        self._guard.spare.leave(self)
         self._leave()
         super().connection_lost(exc)
         if self.cycle is not None:
@@ -121,6 +129,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def let_go(self) -> None:
         self._leave()
         self.transport.close()
+
+    def put_out(self) -> None:
+        if self._full is not None:
+            self._refuse(self._full)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -195,9 +207,29 @@ class GuardedProtocol(HttpToolsProtocol):
             check_header_sizes(self._num_headers, self._header_bytes, self._guard.config)
         except PagodaError as error:
             problem = error
+        if self._full is not None:
+            self._on_spare_head(self._full, problem)
+            return
         if problem is not None:
             self.scope["state"]["refusal"] = problem
         super().on_headers_complete()
+
+    def _on_spare_head(self, full: PagodaError, problem: PagodaError | None) -> None:
+        if self.asked or problem is not None or not asks_health(self.url, self.headers):
+            self._refuse(full)
+            return
+        self.asked = True
+        self.scope["state"][SPARE] = True
+        super().on_headers_complete()
+        self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        if not self.transport.is_closing():  # what was refused by its head has nobody to read it
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.transport.is_closing():
+            super().on_message_complete()
 
     def _target_problem(self) -> PagodaError | None:
         """None for a path, or a URL of the very host the Host header names."""
@@ -215,7 +247,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _arm_head_timer(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self._guard.config.header_timeout_s, self._on_head_timeout)
+            limit_s = self._guard.config.header_timeout_s
+            if self._full is not None:
+                limit_s = min(limit_s, SPARE_S)
+            self._head_timer = self.loop.call_later(limit_s, self._on_head_timeout)
 
     def _on_head_timeout(self) -> None:
         self._head_timer = None
@@ -223,6 +258,8 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._serving:
             self._arm_head_timer()
+        elif self._full is not None:
+            self._refuse(self._full)
         elif self._in_head:
             limit_s = self._guard.config.header_timeout_s
             message = f"the request's head was not complete after {limit_s:g} s"
