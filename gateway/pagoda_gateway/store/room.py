@@ -119,10 +119,10 @@ class Room:
         finally:
             tenant.coming, tenant.held = tenant.coming.minus(added), tenant.held.plus(written)
 
-    def freed(self, owner: str, gone: Held) -> None:
-        """So much was deleted here."""
+    def freed(self, owner: str, gone: Held = NOTHING) -> None:
+        """So much was deleted here; or what is there may be forgotten from now on. It is looked for room again."""
         if (tenant := self._tenants.get(owner)) is not None:
-            tenant.held = tenant.held.minus(gone)
+            tenant.held, tenant.looked_until = tenant.held.minus(gone), -math.inf
 
     def _tenant(self, owner: str) -> Tenant:
         if owner not in self._tenants and len(self._tenants) >= MAX_TENANTS:

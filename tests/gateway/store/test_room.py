@@ -130,6 +130,19 @@ async def test_who_is_refused_does_not_look_again_for_a_while() -> None:
         assert store.calls["page"] > 0
 
 
+async def test_who_is_refused_looks_again_when_something_is_gone() -> None:
+    """Here, and with it what nobody here was told of."""
+    async with shared() as store:
+        kept, other = KeptTickets(store, KEPT_S), KeptTickets(store, KEPT_S)
+        room, (mine, *others) = Room(kept, 3, 10**9, lambda: 0.0), await fill(kept, 4, ago_s=0.0)
+        await refused(room)
+        for found in others:
+            await other.delete(found)
+        await refused(room)
+        room.freed("", await kept.delete(mine))
+        await room.take("", 1)
+
+
 async def test_nothing_goes_for_what_is_gone_already() -> None:
     """Deleted at another gateway, which nobody is told of."""
     async with shared() as store:
