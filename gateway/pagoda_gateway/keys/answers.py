@@ -18,7 +18,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 MOST_KEPT = 65536
 MOST_ABSENT = 4096  # strangers make these up
-MOST_ASKING = 256
+MOST_ASKING = 256  # for names that strangers may have made up
 
 T = TypeVar("T")
 
@@ -45,6 +45,7 @@ class Answers(Generic[T]):
         self._absent: OrderedDict[str, _Answer[T]] = OrderedDict()
         self._asking: dict[str, asyncio.Task[_Answer[T]]] = {}
         self._failed_at = -float("inf")  # .. to answer, or to do so in time
+        self.began = False  # whether there ever was an answer
 
     async def of(self, name: str) -> T | None:
         """Raises PagodaError where the store does not say, and has not said lately enough."""
@@ -53,8 +54,6 @@ class Answers(Generic[T]):
         if known is not None and age_s < times.KEY_FRESH_S:
             return known.value
         stands = known if known is not None and known.value is not None and age_s < self._stale_s else None
-        if stands is not None and len(self._asking) >= MOST_ASKING:  # by strangers, who make names up
-            return stands.value
         asking = self._asked(name)
         troubled = self._now() - self._failed_at < times.STORE_REST_MOST_S
         patience_s = 0.0 if troubled else times.KEY_LOOKUP_S
@@ -71,10 +70,11 @@ class Answers(Generic[T]):
         raise PagodaError(ErrorCode.UNAVAILABLE, why, None, retry_after_s)
 
     def _asked(self, name: str) -> asyncio.Task[_Answer[T]]:
-        """The one task that asks this; who waits for it may leave, it goes on."""
+        """The one task that asks this; who waits for it may leave, it goes on. What is known is asked about however
+        many strangers ask: of such there are only so many."""
         task = self._asking.get(name)
         if task is None:
-            if len(self._asking) >= MOST_ASKING:
+            if len(self._asking) >= MOST_ASKING and name not in self._kept:
                 raise PagodaError(ErrorCode.OVERLOADED, "too many API keys are being looked up", retry_after_s=1.0)
             task = self._asking[name] = asyncio.create_task(self._look_up(name), name="key-lookup")
             task.add_done_callback(lambda _: self._asking.pop(name, None))
@@ -88,6 +88,7 @@ class Answers(Generic[T]):
             self._failed_at = self._now()
             return _Answer(at, error=error)
         self._failed_at = -float("inf")
+        self.began = True
         self._kept.pop(name, None)
         self._absent.pop(name, None)
         kept, most = (self._absent, MOST_ABSENT) if answer.value is None else (self._kept, MOST_KEPT)
