@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -49,11 +49,11 @@ class Batches:
 
     async def add(self, owner: str, batch: Batch) -> None:
         """Raises PagodaError where too many are open: OVERLOADED, RATE_LIMITED where they are this owner's."""
-        works = await self.open()
-        if len(works) >= MAX_OPEN:
+        records = [record async for record in self._open_records()]
+        if len(records) >= MAX_OPEN:
             message = f"{MAX_OPEN} batches are open here; try again when some have ended"
             raise PagodaError(ErrorCode.OVERLOADED, message, retry_after_s=60.0)
-        if sum(work.owner == owner for work in works) >= MAX_OPEN_OF_ONE:
+        if sum(work.owner == owner for work in _works(records)) >= MAX_OPEN_OF_ONE:
             message = f"{MAX_OPEN_OF_ONE} batches of yours are open; try again when some have ended"
             raise PagodaError(ErrorCode.RATE_LIMITED, message, retry_after_s=60.0)
         # What is open is looked for, so it is there first; the claim keeps those away who would find no batch yet.
@@ -69,11 +69,18 @@ class Batches:
 
     async def open(self) -> list[Work]:
         """The oldest first; what cannot be read is passed over."""
-        found = []
-        for record in (await self.store.page(OPEN, "", limit=MAX_OPEN, newest_first=False)).records:
-            with suppress(Unreadable):
-                found.append(decoded(record.key, record.value, Work))
-        return found
+        return _works([record async for record in self._open_records()])
+
+    async def _open_records(self) -> AsyncIterator[Record]:
+        """All of them: one that cannot be read hides no other, and counts."""
+        after = None
+        while True:
+            page = await self.store.page(OPEN, "", limit=MAX_PAGE_RECORDS, after=after, newest_first=False)
+            for record in page.records:
+                after = record.position
+                yield record
+            if not page.more:
+                return
 
     async def find(self, owner: str, batch_id: str) -> Batch:
         """Raises PagodaError NOT_FOUND."""
@@ -129,6 +136,14 @@ class Batches:
 
 def claim_of(batch_id: str) -> str:
     return f"batch.{batch_id}"
+
+
+def _works(records: Iterable[Record]) -> list[Work]:
+    found = []
+    for record in records:
+        with suppress(Unreadable):
+            found.append(decoded(record.key, record.value, Work))
+    return found
 
 
 def _written(batch: Batch) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from pagoda_gateway.batches import batch as states
 from pagoda_gateway.batches import batches as module
 from pagoda_gateway.batches.batch import Batch, Counts, Status, new_batch
-from pagoda_gateway.batches.batches import Batches, claim_of
+from pagoda_gateway.batches.batches import OPEN, Batches, claim_of
 from pagoda_gateway.store.interface import unavailable
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_proto import times
@@ -74,6 +74,19 @@ async def test_open_batches_are_bounded(batches: Batches, monkeypatch: pytest.Mo
     assert caught.value.code is ErrorCode.OVERLOADED
     await batches.close(first.id)
     await added(batches)
+
+
+async def test_what_cannot_be_read_is_bounded_too_and_hides_nothing(
+    batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_OPEN", 5)
+    monkeypatch.setattr(module, "MAX_PAGE_RECORDS", 2)
+    for number in range(3):
+        await batches.store.put(OPEN, f"old{number}", b"of another version")
+    ours = [(await added(batches)).id for _ in range(2)]
+    assert [work.batch_id for work in await batches.open()] == ours
+    with pytest.raises(PagodaError, match="5 batches are open"):
+        await added(batches)
 
 
 async def test_a_batch_is_nobody_elses(batches: Batches) -> None:
