@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,8 +169,8 @@ def test_sec_02_a_tower_listens_on_its_http_port_and_on_nothing_else(stack: Stac
         if connection.status == psutil.CONN_LISTEN
     }
     assert listening == {("127.0.0.1", stack.port)}
-    [socket] = stack.data_dir.rglob("engine.sock")
-    assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+    [engine] = stack.data_dir.rglob("engine.sock")
+    assert stat.S_IMODE(engine.parent.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
@@ -197,3 +198,29 @@ def test_a_gateway_comes_back_on_its_port(stack: Stack, signum: signal.Signals) 
     stack.wait_until(stack.ready)
     assert stack.client().models.list().data
     assert stack.children("gateway") != [gateway]
+
+
+def test_a_gateway_that_leaves_refuses_who_comes_and_ends_what_runs(stack: Stack) -> None:
+    """The worker stands still meanwhile, so that there is something to wait for."""
+    [gateway], [worker] = stack.children("gateway"), stack.children("worker")
+    request = {"model": MODEL, "prompt": list(range(40, 90)), "max_tokens": 300, "stream": True, "temperature": 0}
+    stream = stack.client().completions.create(**request, extra_body={"ignore_eos": True})
+    chunks = [next(stream)]
+    worker.suspend()
+    try:
+        gateway.terminate()
+        stack.wait_until(lambda: refused(stack.port), 30)
+        assert gateway.is_running()
+    finally:
+        worker.resume()
+    chunks += stream
+    assert chunks[-1].choices[0].finish_reason == "length"
+    stack.wait_until(stack.ready)
+
+
+def refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
+    except ConnectionRefusedError:
+        return True
+    return False

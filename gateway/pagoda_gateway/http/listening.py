@@ -6,7 +6,7 @@ it ends the listening of the socket itself, whoever else holds it.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import ipaddress
 import socket
 from typing import Any
@@ -44,9 +44,16 @@ def _bound(family: int, address: Any) -> socket.socket:
 
 
 def end(listener: socket.socket) -> None:
-    """Refuse whoever comes, until somebody listens again. Nobody of this process may be accepting any more."""
-    with contextlib.suppress(OSError):  # it did not listen, or is closed
+    """Refuse whoever comes, until somebody listens again. Nobody of this process may be accepting any more.
+
+    Raises:
+        OSError: it is closed.
+    """
+    try:
         listener.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:  # it did not listen
+            raise
 
 
 def is_private(listener: socket.socket) -> bool:

@@ -32,4 +32,10 @@ def test_who_comes_between_two_listeners_waits_unless_the_first_one_left_in_orde
 def test_what_does_not_listen_cannot_be_ended_and_that_is_no_error() -> None:
     with listening.bind("127.0.0.1", 0) as sock:
         listening.end(sock)
-    listening.end(sock)
+
+
+def test_what_is_closed_is_not_taken_for_ended() -> None:
+    with listening.bind("127.0.0.1", 0) as sock:
+        sock.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        listening.end(sock)

@@ -1,0 +1,67 @@
+"""A server that leaves in order lets nobody in any more, though the socket that it listened on is held by others."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import pytest
+import uvloop
+from starlette.types import Receive, Scope, Send
+from tests.gateway.http_fakes import limited, parse
+
+from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.http.listening import bind
+from pagoda_gateway.http.protocol import ConnectionGuard
+from pagoda_gateway.http.server import HttpServer, uvicorn_config
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_during_the_drain_who_comes_is_refused_and_who_is_there_is_served(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    with bind("127.0.0.1", 0) as held, asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(_drained(held, held.dup())) == (200, b"2\r\nab\r\n2\r\ncd\r\n0\r\n\r\n")
+        with held.dup() as next_one:
+            next_one.listen()
+            socket.create_connection(held.getsockname()).close()
+
+
+async def _drained(held: socket.socket, listener: socket.socket) -> tuple[int, bytes]:
+    """What a stream gets that runs while its server leaves."""
+    go_on = asyncio.Event()
+
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ab", "more_body": True})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"cd", "more_body": False})
+
+    config = GatewayConfig()
+    server = HttpServer(uvicorn_config(limited(stream, config), config, ConnectionGuard(config, lambda: None)))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await server.listening.wait()
+    reader, writer = await asyncio.open_connection(*held.getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
+    begun = await reader.readuntil(b"ab\r\n")
+    server.should_exit = True
+    await _until_refused(held)
+    assert not serving.done()
+    go_on.set()
+    status, _, body = parse(begun + await reader.read())
+    writer.close()
+    await serving
+    return status, body
+
+
+async def _until_refused(held: socket.socket) -> None:
+    """Nobody is let in to wait for an answer: it is over within the time that a look at a flag takes."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(*held.getsockname())
+            except ConnectionRefusedError:
+                return
+            writer.close()
+            await asyncio.sleep(0.01)
