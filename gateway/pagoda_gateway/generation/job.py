@@ -49,7 +49,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     `owner` is the tenant who asked. `head` is what the answer says of what was asked, and `items` what the conversation
     is to be kept as, in dialects that have such. `loose_grammar` says less than the records' own, and is used where
-    that cannot be, if it is not "". At `due_at`, in Unix seconds, it ends, whole or not; 0 is never.
+    that cannot be, if it is not "". At `due_at`, in Unix seconds, it ends, whole or not; 0 is never. `ticket` is the
+    name of the one that it has, if its client gave it a key.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     loose_grammar: str = ""
     owner: str = ""
     due_at: float = 0.0
+    ticket: str = ""
     head: dict[str, Any] = {}
     items: bytes = b""
 

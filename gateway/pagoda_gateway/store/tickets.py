@@ -76,6 +76,12 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return left_s if left_s <= 2 * rest_s else 0.0
 
 
+class _Ticketed(msgspec.Struct, frozen=True):
+    """Of a job, what leads from it to its ticket; all that is kept here of one in the background."""
+
+    ticket: str = ""
+
+
 class Found(NamedTuple):
     record: Record
     ticket: Ticket
@@ -121,17 +127,18 @@ class KeptTickets:
         return Found(record, decoded(name, record.value, Ticket))
 
     async def of_job(self, job_id: str, owner: str) -> Found | None:
-        """Looked for among all that the owner has."""
-        async for record, ticket in self._oldest_first(owner):
-            if ticket is not None and ticket.job_id == job_id:
-                return Found(record, ticket)
-        return None
+        """None also where it cannot be read."""
+        found = None
+        with suppress(Unreadable):
+            record = await self._store.get(JOBS, job_id)
+            if record is not None and record.owner == owner:
+                found = await self.find(decoded(job_id, record.value, _Ticketed).ticket, owner)
+        return found if found is not None and found.ticket.job_id == job_id else None
 
     async def begin(self, name: str, owner: str, ticket: Ticket, job: bytes) -> Found:
-        """Raises Conflict where there is one of this name."""
-        expires_at = time.time() + self._keep_s
-        if job:
-            await self._store.put(JOBS, ticket.job_id, job, owner=owner, expires_at=expires_at)
+        """`job` is b"" for one in the background. Raises Conflict where there is one of this name."""
+        expires_at, job = time.time() + self._keep_s, job or msgspec.json.encode(_Ticketed(name))
+        await self._store.put(JOBS, ticket.job_id, job, owner=owner, expires_at=expires_at)
         value = msgspec.json.encode(ticket)
         try:
             version = await self._store.put(TICKETS, name, value, owner=owner, expect=ABSENT, expires_at=expires_at)
@@ -202,6 +209,12 @@ class KeptTickets:
 
     async def let_go(self, found: Found) -> Held:
         """Delete one of which there is nothing else; what it took. Raises Conflict where it is not that one now."""
+        gone = await self._delete_as_it_was(found)
+        await self._store.delete(JOBS, found.ticket.job_id)
+        return gone
+
+    async def _delete_as_it_was(self, found: Found) -> Held:
+        """What it took. Raises Conflict."""
         was_there = await self._store.delete(TICKETS, found.name, expect=found.record.version)
         return found.ticket.held if was_there else NOTHING
 
@@ -226,7 +239,7 @@ class KeptTickets:
         while last is not None and last.ticket.job_id == found.ticket.job_id:
             found = last
             try:
-                gone = await self.let_go(found)
+                gone = await self._delete_as_it_was(found)
                 break
             except Conflict:
                 last = await self.find(found.name, found.owner)

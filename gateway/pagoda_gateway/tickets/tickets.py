@@ -121,6 +121,7 @@ class Tickets:
                 job = job or await _outside(new_job())
                 with suppress(Conflict):
                     asked = job if named.background else job.of_many()
+                    asked = msgspec.structs.replace(asked, ticket=named.name)
                     return Opened(await self._begin(named, asked), asked)
         except _Outside as failure:
             raise failure.error from None

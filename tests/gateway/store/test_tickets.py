@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -147,6 +148,23 @@ async def test_a_ticket_that_is_written_twice_keeps_its_job() -> None:
             await kept.begin(NAME, OWNER, other, b"other job")
         assert await kept._store.get(JOBS, "other") is None
         assert await kept.job(found) == b"job"
+
+
+@pytest.mark.parametrize("job", [b'{"id": "j", "ticket": "stream_n"}', b""])
+async def test_a_ticket_is_found_by_its_job_as_long_as_it_is_that_ones(job: bytes) -> None:
+    async with shared() as kept:
+        ticket = Ticket(digest="d", path="/p", job_id="j", num_bytes=3, background=not job)
+        found = await kept.begin(NAME, OWNER, ticket, job)
+        assert await kept.of_job("j", OWNER) == found
+        assert await kept.of_job("j", "somebody") is None
+        assert await kept.of_job("other", OWNER) is None
+        await kept.let_go(found)
+        assert await kept._store.get(JOBS, "j") is None
+        await kept.begin(NAME, OWNER, msgspec.structs.replace(ticket, job_id="other"), job)
+        await kept._store.put(JOBS, "j", job or b'{"ticket": "stream_n"}', owner=OWNER)
+        assert await kept.of_job("j", OWNER) is None, "its key is another one's now"
+        await kept._store.put(JOBS, "j", b"of another version", owner=OWNER)
+        assert await kept.of_job("j", OWNER) is None
 
 
 class Turns:

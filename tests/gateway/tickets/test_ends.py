@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,23 @@ from pagoda_gateway.store.tickets import KeptTickets
 from pagoda_proto.errors import ErrorCode
 
 
-async def test_a_response_that_is_deleted_is_not_told_again_under_its_key(tmp_path: Path) -> None:
-    ask = {"model": MODEL, "input": "hi"}
-    async with running(tmp_path) as gateway:
-        first = (await post(gateway, ask)).json()
-        assert (await post(gateway, ask)).json()["id"] == first["id"]
-        path = f"{RESPONSES}/{first['id']}"
-        assert (await gateway.client.delete(path)).status_code == 200
-        again = await post(gateway, ask)
-        assert "idempotent-replayed" not in again.headers
-        assert again.json()["id"] != first["id"]
-        assert (await gateway.client.get(path)).status_code == 404
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_response_that_is_deleted_is_not_told_again_under_its_key(tmp_path: Path, background: bool) -> None:
+    """And its ticket is not looked for among all."""
+    ask = {"model": MODEL, "input": "hi", "background": background}
+    async with shared() as raw:
+        store: Any = Watched(raw)
+        async with running(tmp_path, kept_in=store) as gateway, aclosing(gateway.background):
+            first = (await post(gateway, ask)).json()
+            assert (await post(gateway, ask)).json()["id"] == first["id"]
+            path = f"{RESPONSES}/{first['id']}"
+            store.calls.clear()
+            assert (await gateway.client.delete(path)).status_code == 200
+            assert "page" not in store.calls
+            again = await post(gateway, ask)
+            assert "idempotent-replayed" not in again.headers
+            assert again.json()["id"] != first["id"]
+            assert (await gateway.client.get(path)).status_code == 404
 
 
 @pytest.mark.parametrize("end", ["deleted", "refused"])
