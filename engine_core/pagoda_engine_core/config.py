@@ -24,6 +24,7 @@ class EngineConfig:
         "", "ZMQ address for workers: ipc:///path or tcp://host:port (loopback only)", required=True
     )
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
+    alive_file: str = option("", "touched while the process works; for liveness checks")
     max_model_len: int = option(0, "longest prompt plus output; 0 takes the workers' own limit", unset=0, least=2)
     max_tokens_per_step: int = option(
         DEFAULT_MAX_TOKENS_PER_STEP, "most tokens computed in one step of a worker", least=1, most=2**20

@@ -1,7 +1,8 @@
 """An engine core whose loop has stopped helps nobody: the process ends, and its successor gets what it held.
 
 The loop's thread cannot tell that it is stuck, and the beat its supervisor hears comes from the event loop. So the
-event loop watches: if it ran all the while and the other did not come round, the fault is not the machine's.
+event loop watches: if it ran all the while and the other did not come round, the fault is not the machine's. Whoever
+watches over the event loop in turn needs no key for it: the age of a file tells.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from pagoda_proto.times import LOOP_STUCK_S, StallGuard
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
+TOUCH_S = 1.0
 LAST_WORDS_S = 1.0
 EXIT_CODE = 1
 
@@ -37,6 +40,36 @@ class LoopWatch:
         if rounds != self._rounds:
             self._rounds, self._changed_at = rounds, now
         return now - self._changed_at > self._stuck_s
+
+
+class AliveFile:
+    """Is touched while both loops come round. What an earlier life left is removed first. "" is none.
+
+    Raises ValueError for one that cannot be made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path) if path else None
+        if self._path is not None:
+            try:
+                self._path.touch()
+                self._path.unlink()
+            except OSError as error:
+                raise ValueError(f"alive_file: {error}") from error
+
+    async def keep(self, alive: Callable[[], bool]) -> None:
+        if self._path is None:
+            return
+        told = False
+        while True:
+            if alive():
+                try:
+                    await asyncio.to_thread(self._path.touch)  # a disk may hang
+                except OSError as error:
+                    if not told:
+                        log.warning("alive_file cannot be touched: %s", error)
+                    told = True
+            await asyncio.sleep(TOUCH_S)
 
 
 async def end_when_stuck(passed_at: Callable[[], float], stuck_s: float = LOOP_STUCK_S) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -61,6 +61,11 @@ class Metrics:
         self._step_s = self._counter("step_seconds", "Time workers spent on steps")
         self._forward_s = self._counter("forward_seconds", "Of it, time in model and sampler")
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step", STEP_TOKEN_BUCKETS)
+
+    def certificate(self, not_after: float) -> None:
+        """When the certificate of the link to gateways ends, in seconds since the epoch. Call once."""
+        name, text = f"{PREFIX}certificate_not_after_seconds", "End of the link's certificate, since the epoch"
+        Gauge(name, text, registry=self.registry).set(not_after)
 
     def watch(self, stats: Callable[[], Stats]) -> None:
         self.registry.register(_StatsCollector(stats))

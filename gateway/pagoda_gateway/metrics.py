@@ -109,6 +109,11 @@ class GatewayMetrics:
         self._gauge("engine_connected", "1 while the session to the engine core stands", connected)
         self._gauge("open_requests", "Requests of this gateway without an ending", num_open)
 
+    def certificate(self, not_after: float) -> None:
+        """When the certificate of the links to engine cores ends, in seconds since the epoch. Call once."""
+        name, text = "pagoda_certificate_not_after_seconds", "End of the links' certificate, since the epoch"
+        Gauge(name, text, registry=self.registry).set(not_after)
+
     def ended(self, reason: FinishReason, usage: Usage | None, seconds: float) -> None:
         """Without `usage` when the request ended before the model had seen its prompt."""
         self._success[reason].inc()

@@ -38,6 +38,7 @@ from pagoda_gateway.text.model_text import ModelText
 from pagoda_gateway.tickets.tickets import WAYS, Tickets
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
+from pagoda_proto.keys import DAY_S, TlsKeys
 
 Report = Callable[[dict[str, object]], None]
 
@@ -65,7 +66,7 @@ async def serve(
     /health/ready changes; and "locked" if clients must show API keys.
 
     Raises:
-        ValueError: the engine address, the store's or the model's files cannot be used.
+        ValueError: the engine address, its keys, the store's or the model's files cannot be used.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with contextlib.closing(listener):
@@ -81,12 +82,16 @@ async def serve(
         server = HttpServer(uvicorn_config(app, config, guard))
         parts.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         return_large_blocks()
-        telling = asyncio.create_task(tell_who_may_ask(parts.ctx, listener, report), name="who-may-ask")
+        telling = [
+            asyncio.create_task(tell_who_may_ask(parts.ctx, listener, report), name="who-may-ask"),
+            asyncio.create_task(tell_of_the_end(parts.keys), name="certificate"),
+        ]
         try:
             await _run(server, listener, config, report, stop, parts)
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            for task in telling:
+                task.cancel()
+            await asyncio.gather(*telling, return_exceptions=True)
             await parts.aclose()
             server.cut_connections()
 
@@ -102,13 +107,17 @@ class _Parts:
     tickets: Tickets
     batches: Batches
     runner: BatchRunner
+    keys: TlsKeys | None
 
     @classmethod
     def of(
         cls, config: GatewayConfig, text: ModelText, metrics: GatewayMetrics, health_times: HealthTimes | None
     ) -> _Parts:
-        """Raises ValueError for an address that cannot be used."""
+        """Raises ValueError for an address, or keys, that cannot be used."""
         addresses, waits = EngineAddress.several(config.engine, config.keys_dir), Waits(resume_s=config.resume_wait_s)
+        keys = next((address.keys for address in addresses if address.keys is not None), None)
+        if keys is not None:
+            metrics.certificate(keys.term.not_after)
         engine = SessionClient(addresses, metrics, waits, log_requests=config.log_requests)
         store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
         names, now = config.model_names, int(time.time())
@@ -122,6 +131,7 @@ class _Parts:
             tickets=Tickets(ctx, metrics.watch_tickets(WAYS)),
             batches=batches,
             runner=batch_runner(ctx, batches, metrics.batch_line),
+            keys=keys,
         )
 
     def start(self, on_ready: Callable[[bool], None]) -> None:
@@ -155,6 +165,14 @@ async def tell_who_may_ask(ctx: GatewayContext, listener: socket.socket, report:
         elif not is_private(listener):
             why = "there is no API key (`pagoda keys create NAME` makes one, --api-key names some)"
             logger.warning("listening on %s: whoever reaches it may use it, for %s", ctx.config.host, why)
+
+
+async def tell_of_the_end(keys: TlsKeys | None) -> None:
+    """Of the links' certificates, while it is near: at start, and then daily."""
+    while keys is not None:
+        if warning := keys.warning(time.time()):
+            logger.warning("%s", warning)
+        await asyncio.sleep(DAY_S)
 
 
 def load_text(config: GatewayConfig) -> ModelText:

@@ -5,15 +5,22 @@
     worker/        curve.public curve.secret  engine-core.public
 
 gRPC between gateway and engine core is mutual TLS under a CA of its own: whoever holds a certificate of that CA is let
-in. ZMQ between engine core and worker is CURVE (https://rfc.zeromq.org/spec/26/) with an allowlist of public keys.
+in, or of any of several that `ca.crt` holds. ZMQ between engine core and worker is CURVE
+(https://rfc.zeromq.org/spec/26/) with an allowlist of public keys.
 """
 
 from __future__ import annotations
 
+import re
 import ssl
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+DAY_S = 86_400.0
+WARNED_S = 30 * DAY_S  # before certificates end
 TLS_SERVER_NAME = "pagoda-engine-core"  # the name in the engine core's certificate, whatever address it has
 
 
@@ -21,12 +28,35 @@ class KeyFileError(ValueError):
     """A key directory lacks a file or holds one that is not a key; the message names it."""
 
 
+class Term(NamedTuple):
+    """From when to when the certificates of `file` hold, in seconds since the epoch."""
+
+    file: Path
+    not_before: float
+    not_after: float
+
+    def problem(self, now: float) -> str | None:
+        if now > self.not_after:
+            return f"{self.file}: its certificate ended on {_date(self.not_after)}"
+        if now < self.not_before:
+            return f"{self.file}: its certificate holds only from {_date(self.not_before)} on"
+        return None
+
+
 class TlsKeys(NamedTuple):
-    """PEM bytes."""
+    """PEM bytes. `term` is that of our own certificate, or of its authority where that ends sooner."""
 
     ca: bytes
     certificate: bytes
     private_key: bytes
+    term: Term
+
+    def warning(self, now: float) -> str | None:
+        """What to tell an operator of their end; None while that is far. `now` is in seconds since the epoch."""
+        if now < self.term.not_after - WARNED_S:
+            return None
+        end = f"its certificate ends on {_date(self.term.not_after)}, and from then on no link is made"
+        return self.term.problem(now) or f"{self.term.file}: {end}"
 
 
 class CurveKeys(NamedTuple):
@@ -37,10 +67,14 @@ class CurveKeys(NamedTuple):
     peers: tuple[bytes, ...]
 
 
-def load_tls(keys_dir: str) -> TlsKeys:
-    """Raises KeyFileError when a file is missing, does not hold what its name says, or is of another pair."""
+def load_tls(keys_dir: str, now: float | None = None) -> TlsKeys:
+    """`now`, in seconds since the epoch, is the clock's where it is not given.
+
+    Raises:
+        KeyFileError: a file is missing, does not hold what its name says, is of another pair, or not of this time.
+    """
     ca, certificate, private_key = (Path(keys_dir) / name for name in ("ca.crt", "tls.crt", "tls.key"))
-    keys = TlsKeys(_pem(ca), _pem(certificate), _pem(private_key))
+    pem = _pem(ca), _pem(certificate), _pem(private_key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # what it says of them gRPC would not
     try:
         context.load_verify_locations(ca)
@@ -50,7 +84,15 @@ def load_tls(keys_dir: str) -> TlsKeys:
         context.load_cert_chain(certificate, private_key, password="")  # else it asks a terminal
     except OSError as error:
         raise KeyFileError(f"{certificate} and {private_key} are no pair that can be used: {error}") from error
-    return keys
+    authorities, chain = _terms(ca, pem[0]), _terms(certificate, pem[1])
+    now = time.time() if now is None else now
+    good = [term for term in authorities if term.problem(now) is None]  # of several one is enough
+    authority = max(good or authorities, key=lambda term: term.not_after)
+    own = Term(certificate, max(term.not_before for term in chain), min(term.not_after for term in chain))
+    for term in (own, authority):
+        if problem := term.problem(now):
+            raise KeyFileError(problem)
+    return TlsKeys(*pem, min(own, authority, key=lambda term: term.not_after))
 
 
 def load_curve(keys_dir: str, peers: str) -> CurveKeys:
@@ -82,6 +124,57 @@ def _pem(path: Path) -> bytes:
     if b"-----BEGIN " not in content:
         raise KeyFileError(f"{path} is not PEM")
     return content
+
+
+def _date(at: float) -> str:
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _terms(path: Path, pem: bytes) -> list[Term]:
+    """Of every certificate in a file that TLS could read."""
+    blocks = re.findall(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", pem, re.DOTALL)
+    try:
+        terms = [Term(path, *_validity(ssl.PEM_cert_to_DER_cert(block.decode("ascii")))) for block in blocks]
+    except (ValueError, IndexError) as error:
+        raise KeyFileError(f"{path} does not say when its certificate ends") from error
+    if not terms:
+        raise KeyFileError(f"{path} holds no BEGIN CERTIFICATE")
+    return terms
+
+
+_VERSION, _UTC_TIME = 0xA0, 0x17  # tags
+
+
+def _validity(der: bytes) -> tuple[float, float]:
+    """When a certificate (RFC 5280) begins and ends to hold, which the library of TLS does not tell of any but a
+    peer's. Raises ValueError or IndexError for what is none."""
+    certificate = _parts(der)[0][1]
+    fields = [content for tag, content in _parts(_parts(certificate)[0][1]) if tag != _VERSION]
+    _serial, _algorithm, _issuer, validity = fields[:4]
+    begin, end = (_instant(tag, content.decode("ascii")) for tag, content in _parts(validity))
+    return begin, end
+
+
+def _parts(der: bytes) -> list[tuple[int, bytes]]:
+    """Tags and contents of values in a row."""
+
+    def walk() -> Iterator[tuple[int, bytes]]:
+        at = 0
+        while at < len(der):
+            tag, length, at = der[at], der[at + 1], at + 2
+            if length >= 0x80:  # then so many bytes say it
+                width = length & 0x7F
+                length, at = int.from_bytes(der[at : at + width], "big"), at + width
+            yield tag, der[at : at + length]
+            at += length
+
+    return list(walk())
+
+
+def _instant(tag: int, text: str) -> float:
+    """A year of two digits is of 1950 to 2049."""
+    century = "" if tag != _UTC_TIME else "19" if text >= "50" else "20"
+    return datetime.strptime(century + text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
 
 
 def _z85(path: Path) -> tuple[bytes, bytes]:

@@ -194,6 +194,22 @@ def test_deployment_is_probed_unprivileged_and_names_real_options(deployment: di
         assert {entry["name"] for entry in container.get("env", [])} <= environment_names(config)
 
 
+def test_no_probe_asks_for_keys() -> None:
+    """Where one did, the end of a certificate would have what serves killed, again and again."""
+    for deployment in deployments():
+        for container in deployment["spec"]["template"]["spec"]["containers"]:
+            for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+                assert "--keys-dir" not in container[name].get("exec", {"command": []})["command"]
+
+
+def test_an_engine_core_is_alive_while_it_touches_the_file_that_it_is_told() -> None:
+    [pod] = [d["spec"]["template"]["spec"] for d in deployments() if d["metadata"]["name"] == "pagoda-engine-core"]
+    [container] = pod["containers"]
+    [file] = [entry["value"] for entry in container["env"] if entry["name"] == "PAGODA_ALIVE_FILE"]
+    assert container["livenessProbe"]["exec"]["command"] == ["pagoda", "ping", f"file:{file}"]
+    assert any(file.startswith(mount["mountPath"] + "/") for mount in container["volumeMounts"])
+
+
 def test_a_gateway_is_given_time_to_drain() -> None:
     [pod] = [d["spec"]["template"]["spec"] for d in deployments() if d["metadata"]["name"] == "pagoda-gateway"]
     [container] = pod["containers"]

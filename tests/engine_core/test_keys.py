@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -11,6 +14,7 @@ import zmq
 from tests.engine_core.fake_worker import make_hello
 from tests.fakes import make_record
 
+from pagoda.commands.ping import ping
 from pagoda.tools.keygen import generate
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.server import serve
@@ -68,6 +72,24 @@ def test_sec_03_only_workers_with_a_listed_key_are_heard(tmp_path: Path, caplog:
         context.destroy(linger=0)
 
 
+def test_workers_with_old_and_with_new_keys_are_heard_while_both_are_listed(tmp_path: Path) -> None:
+    generate(tmp_path / "old")
+    generate(tmp_path / "new")
+    old, new = (load_curve(str(tmp_path / name / "worker"), "engine-core.public") for name in ("old", "new"))
+    shutil.copy(tmp_path / "new" / "worker" / "curve.public", tmp_path / "old" / "engine-core" / "worker-new.public")
+    config = EngineConfig(worker_endpoint="tcp://127.0.0.1:0", keys_dir=str(tmp_path / "old" / "engine-core"))
+    executor, context = ZmqExecutor(config, "boot"), zmq.Context()
+    try:
+        workers = {"old": old, "new": new._replace(peers=old.peers)}
+        links = [connect(context, executor.endpoint, keys, name) for name, keys in workers.items()]
+        joined: set[str] = set()
+        while len(joined) < len(links):
+            joined |= {event.hello.worker_id for event in executor.wait(WAIT_S) if isinstance(event, WorkerJoined)}
+    finally:
+        executor.close()
+        context.destroy(linger=0)
+
+
 def test_keys_that_are_missing_are_named_at_start(tmp_path: Path) -> None:
     config = EngineConfig(worker_endpoint="tcp://127.0.0.1:0", keys_dir=str(tmp_path))
     with pytest.raises(KeyFileError, match=r"worker\*\.public"):
@@ -110,3 +132,56 @@ async def test_gateways_need_a_certificate_of_our_authority(tmp_path: Path) -> N
     finally:
         stop.set()
         await task
+
+
+@asynccontextmanager
+async def serving(**options: str) -> AsyncIterator[str]:
+    """The address of an engine core."""
+    config = EngineConfig(listen="127.0.0.1:0", worker_endpoint="tcp://127.0.0.1:0", **options)
+    stop, events = asyncio.Event(), asyncio.Queue()
+    task = asyncio.create_task(serve(config, events.put_nowait, stop))
+    try:
+        yield str((await events.get())["address"])
+    finally:
+        stop.set()
+        await task
+
+
+async def test_certificates_of_two_authorities_are_let_in_while_both_are_named(tmp_path: Path) -> None:
+    """So a set is replaced without a moment in which the tiers refuse each other, one process at a time."""
+    sets = {name: tmp_path / name for name in ("old", "new")}
+    for each in sets.values():
+        generate(each)
+    names = {name: (path / "gateway" / "ca.crt").read_bytes() for name, path in sets.items()}
+    names |= {"old, new": names["old"] + names["new"], "new, old": names["new"] + names["old"]}
+
+    def holding(role: str, certificate: str, authorities: str) -> str:
+        place = tmp_path / f"{role}, {certificate} of {authorities}"
+        if not place.exists():
+            shutil.copytree(sets[certificate] / role, place)
+            (place / "ca.crt").write_bytes(names[authorities])
+        return str(place)
+
+    async def meet(engine: str, gateways: list[tuple[str, str]]) -> list[bool]:
+        certificate, _, authorities = engine.partition(" of ")
+        async with serving(keys_dir=holding("engine-core", certificate, authorities)) as address:
+            places = [holding("gateway", *gateway) for gateway in gateways]
+            return [
+                await asyncio.to_thread(ping, f"grpcs://{address}", keys_dir=place, timeout_s=WAIT_S) is None
+                for place in places
+            ]
+
+    for both in ("old, new", "new, old"):
+        assert await meet("old of old", [("old", "old"), ("old", both)]) == [True] * 2
+        assert await meet(f"old of {both}", [("old", "old"), ("old", both), ("new", both)]) == [True] * 3
+        assert await meet(f"new of {both}", [("old", both), ("new", both), ("new", "new")]) == [True] * 3
+    assert await meet("new of new", [("new", both), ("old", both), ("old", "old")]) == [True, False, False]
+
+
+async def test_that_an_engine_core_lives_is_known_without_its_keys(tmp_path: Path) -> None:
+    generate(tmp_path / "keys")
+    file = tmp_path / "alive"
+    async with serving(keys_dir=str(tmp_path / "keys" / "engine-core"), alive_file=str(file)):
+        async with asyncio.timeout(WAIT_S):
+            while await asyncio.to_thread(ping, f"file:{file}"):  # noqa: ASYNC110 - a file has no event
+                await asyncio.sleep(0.05)

@@ -44,20 +44,23 @@ logger = logging.getLogger(__name__)
 class EngineAddress:
     """Where an engine core listens: `unix:/path`, or `host:port`, which off loopback needs the keys in `keys_dir`.
 
+    Attributes:
+        keys: Those of the link, None where it has none.
+
     Raises:
         ValueError: another kind of address, or one that needs keys.
-        KeyFileError: the keys cannot be read.
+        KeyFileError: the keys cannot be used.
     """
 
     def __init__(self, address: str, keys_dir: str = "") -> None:
         self.text = address
-        self._keys = load_tls(keys_dir) if keys_dir and not address.startswith("unix:") else None
+        self.keys = load_tls(keys_dir) if keys_dir and not address.startswith("unix:") else None
         if address.startswith("unix:"):
             check_socket_path(address, address.removeprefix("unix:"))
         elif "/" in address:
             raise ValueError(f"address {address!r} must be unix:/path or host:port")
         else:
-            check_host_port(address, address, keyed=self._keys is not None)
+            check_host_port(address, address, keyed=self.keys is not None)
 
     @classmethod
     def several(cls, addresses: str, keys_dir: str = "") -> list[EngineAddress]:
@@ -69,9 +72,9 @@ class EngineAddress:
         return [cls(text, keys_dir) for text in texts]
 
     def channel(self) -> grpc.aio.Channel:
-        if self._keys is None:
+        if self.keys is None:
             return grpc.aio.insecure_channel(self.text, options=CHANNEL_OPTIONS)
-        credentials = grpc.ssl_channel_credentials(self._keys.ca, self._keys.private_key, self._keys.certificate)
+        credentials = grpc.ssl_channel_credentials(self.keys.ca, self.keys.private_key, self.keys.certificate)
         options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", TLS_SERVER_NAME))
         return grpc.aio.secure_channel(self.text, credentials, options=options)
 

@@ -11,7 +11,7 @@ from pagoda.settings.problems import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", type=Path, help="gets one directory per role")
-    parser.add_argument("--valid-days", type=whole(1), default=825, help="of the certificates [%(default)s]")
+    parser.add_argument("--valid-days", type=whole(1, 36500), default=825, help="of the certificates [%(default)s]")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import os
+import secrets
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 from cryptography import x509
@@ -14,11 +16,19 @@ from cryptography.x509.oid import NameOID
 
 from pagoda_proto.keys import TLS_SERVER_NAME
 
-_BACKDATED = datetime.timedelta(minutes=5)  # for clocks that are a little behind
+_BACKDATED = timedelta(minutes=5)  # for clocks that are a little behind
 
 
-def generate(out: Path, valid_days: int = 825) -> list[Path]:
+class _Term(NamedTuple):
+    begin: datetime
+    end: datetime
+
+
+def generate(out: Path, valid_days: int = 825, now: datetime | None = None) -> list[Path]:
     """Write one directory per role and return the files. Refuses to overwrite an existing directory.
+
+    The authority that signs the certificates ends with them and its key is not kept, so none can be added to a set.
+    `now` is the clock's where it is not given.
 
     Raises:
         FileExistsError: a role's directory exists already.
@@ -26,9 +36,11 @@ def generate(out: Path, valid_days: int = 825) -> list[Path]:
     for role in ("engine-core", "gateway", "worker"):
         (out / role).mkdir(mode=0o700, parents=True)
     written = _write_curve(out)
-    ca_key, ca = _authority(valid_days)
+    now = now or datetime.now(UTC)
+    term = _Term(now - _BACKDATED, now + timedelta(days=valid_days))
+    ca_key, ca = _authority(term)
     for role, name in (("engine-core", TLS_SERVER_NAME), ("gateway", "pagoda-gateway")):
-        key, certificate = _certificate(name, ca_key, ca, valid_days)
+        key, certificate = _certificate(name, ca_key, ca, term)
         written += [
             _write(out / role / "ca.crt", ca.public_bytes(serialization.Encoding.PEM)),
             _write(out / role / "tls.crt", certificate.public_bytes(serialization.Encoding.PEM)),
@@ -62,16 +74,15 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def _builder(subject: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
+def _builder(subject: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, term: _Term) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(_name(subject))
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _BACKDATED)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(term.begin)
+        .not_valid_after(term.end)
     )
 
 
@@ -79,17 +90,18 @@ def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
-def _authority(days: int) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+def _authority(term: _Term) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP256R1())
-    builder = _builder("pagoda-ca", _name("pagoda-ca"), key, days)
+    name = f"pagoda-ca {secrets.token_hex(8)}"  # by which it is found among others in a file
+    builder = _builder(name, _name(name), key, term)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     return key, builder.sign(key, hashes.SHA256())
 
 
 def _certificate(
-    name: str, ca_key: ec.EllipticCurvePrivateKey, ca: x509.Certificate, days: int
+    name: str, ca_key: ec.EllipticCurvePrivateKey, ca: x509.Certificate, term: _Term
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP256R1())
-    builder = _builder(name, ca.subject, key, days)
+    builder = _builder(name, ca.subject, key, term)
     builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
     return key, builder.sign(ca_key, hashes.SHA256())
