@@ -18,10 +18,10 @@ LOOPBACK = "127.0.0.1"
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     listen: str = option(
-        "", "gRPC address for gateways: unix:/path or host:port (loopback only without TLS)", required=True
+        "", "gRPC address for gateways: unix:/path or host:port (loopback only without keys)", required=True
     )
     worker_endpoint: str = option(
-        "", "ZMQ address for workers: ipc:///path or tcp://host:port (loopback only)", required=True
+        "", "ZMQ address for workers: ipc:///path or tcp://host:port (loopback only without keys)", required=True
     )
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     alive_file: str = option("", "touched while the process works; for liveness checks")

@@ -82,6 +82,10 @@ def test_every_command_has_help(told: Told, command: str) -> None:
     assert f"pagoda {command}" in done.stdout
 
 
+def test_an_engine_cores_help_says_that_keys_open_other_addresses(told: Told) -> None:
+    assert " ".join(told("engine-core", "--help").stdout.split()).count("(loopback only without keys)") == 2
+
+
 def test_the_help_lists_every_command(told: Told) -> None:
     text = told("--help").stdout
     assert all(command in text for command in COMMANDS)
