@@ -1,9 +1,9 @@
 """Healthy means that the model got on lately, not that a port answers.
 
-Ready = not draining, a session to an engine core with a worker, and progress within `success_max_age_s`: a token that
-came here, or a step of the engine core's, which may be one of a prefill that takes minutes. While there is work, that
-is seen for free; after `idle_s` without any, a *canary* is sent: an ordinary request for one token, of low priority,
-known as a canary to nothing but our own metrics. One that others' steps overtake says nothing either way.
+Ready = not draining, callers known, a session to an engine core with a worker, and progress within `success_max_age_s`:
+a token that came here, or a step of the engine core's, which may be one of a prefill that takes minutes. While there is
+work, that is seen for free; after `idle_s` without any, a *canary* is sent: an ordinary request for one token, of low
+priority, known as a canary to nothing but our own metrics. One that others' steps overtake says nothing either way.
 
 So a frozen engine core or worker is unready `success_max_age_s` after its last step, in time that the gateway lived
 through, and a busy one is ready for as long as steps come nearer together than that.
@@ -64,14 +64,16 @@ class Health:
         metrics: GatewayMetrics,
         health_times: HealthTimes | None = None,
         task: Task = ONE_TOKEN,
+        knows_callers: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`task` is what a canary asks of the model."""
+        """`task` is what a canary asks of the model. `knows_callers`: whether it is known who may ask."""
         self.draining = False
         self.started = False  # whether it was ever ready
         self._engine = engine
         self._metrics = metrics
         self._times = health_times or HealthTimes()
         self._task_of_canary = task
+        self._knows_callers = knows_callers
         self._was_ready = False
         self._on_change: Callable[[bool], None] = lambda ready: None
         self._next_canary_at = 0.0
@@ -83,6 +85,7 @@ class Health:
         age_s = engine.clock.now() - engine.last_progress_at
         found = {
             "draining": self.draining,
+            "the store has not answered yet, so API keys cannot be looked up": not self._knows_callers(),
             f"engine core {engine.problem}": bool(engine.problem),
             "no worker": engine.connected and not engine.load.num_workers,
             f"no token and no step within {max_age_s:g} s": age_s >= max_age_s,

@@ -30,6 +30,7 @@ from pagoda_gateway.http.listening import is_private, url_of
 from pagoda_gateway.http.memory import return_large_blocks
 from pagoda_gateway.http.protocol import ConnectionGuard
 from pagoda_gateway.http.server import LEAVE_S, HttpServer, uvicorn_config
+from pagoda_gateway.keys.gate import Gate
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.routes.batch_service import batch_runner
 from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
@@ -83,7 +84,7 @@ async def serve(
         parts.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         return_large_blocks()
         telling = [
-            asyncio.create_task(tell_who_may_ask(parts.ctx, listener, report), name="who-may-ask"),
+            asyncio.create_task(parts.tell_who_may_ask(listener, report), name="who-may-ask"),
             asyncio.create_task(tell_of_the_end(parts.keys), name="certificate"),
         ]
         try:
@@ -107,6 +108,7 @@ class _Parts:
     tickets: Tickets
     batches: Batches
     runner: BatchRunner
+    callers_known: asyncio.Event
     keys: TlsKeys | None
 
     @classmethod
@@ -120,17 +122,18 @@ class _Parts:
             metrics.certificate(keys.term.not_after)
         engine = SessionClient(addresses, metrics, waits, log_requests=config.log_requests)
         store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
-        names, now = config.model_names, int(time.time())
+        names, now, known = config.model_names, int(time.time()), asyncio.Event()
         ctx = GatewayContext.new(config, text, engine, names=names, created=now, store=store)
         batches = Batches(store)
         return cls(
             ctx=ctx,
             engine=engine,
-            health=Health(engine, metrics, health_times, canary_of(text.reading.output)),
+            health=Health(engine, metrics, health_times, canary_of(text.reading.output), known.is_set),
             background=BackgroundResponses(ctx),
             tickets=Tickets(ctx, metrics.watch_tickets(WAYS)),
             batches=batches,
             runner=batch_runner(ctx, batches, metrics.batch_line),
+            callers_known=known,
             keys=keys,
         )
 
@@ -141,6 +144,11 @@ class _Parts:
         self.health.start(on_ready)
         self.ctx.ledger.start()
         self.ctx.transcripts.start()
+
+    async def tell_who_may_ask(self, listener: socket.socket, report: Report) -> None:
+        """.. and be ready no sooner."""
+        await tell_who_may_ask(self.ctx, listener, report)
+        self.callers_known.set()
 
     async def hand_over(self) -> None:
         """What runs without a client is left where it is: another gateway may go on with it. Safe to call twice."""
@@ -159,12 +167,25 @@ class _Parts:
 
 
 async def tell_who_may_ask(ctx: GatewayContext, listener: socket.socket, report: Report) -> None:
-    with contextlib.suppress(PagodaError):  # then nobody may, until the store answers
-        if not await ctx.gate.is_open():
-            report({"event": "locked"})
-        elif not is_private(listener):
-            why = "there is no API key (`pagoda keys create NAME` makes one, --api-key names some)"
-            logger.warning("listening on %s: whoever reaches it may use it, for %s", ctx.config.host, why)
+    """Once it is known: then an open gate needs no store any more."""
+    await _learn_who_may_ask(ctx.gate)
+    if not await ctx.gate.is_open():
+        report({"event": "locked"})
+    elif not is_private(listener):
+        why = "there is no API key (`pagoda keys create NAME` makes one, --api-key names some)"
+        logger.warning("listening on %s: whoever reaches it may use it, for %s", ctx.config.host, why)
+
+
+async def _learn_who_may_ask(gate: Gate) -> None:
+    told = False
+    while not gate.knows:
+        try:
+            await gate.learn()
+        except PagodaError as error:
+            if not told:
+                logger.warning("nobody is served until the store answers: API keys cannot be looked up")
+            told = True
+            await asyncio.sleep(error.retry_after_s or times.STORE_REST_S)
 
 
 async def tell_of_the_end(keys: TlsKeys | None) -> None:

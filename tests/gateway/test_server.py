@@ -369,11 +369,37 @@ async def test_without_its_store_a_gateway_starts_and_serves(engine: FakeEngineC
         assert 'pagoda_store_up{model_name="m"} 0.0' in metrics
 
 
+@pytest.mark.parametrize("auth", ["auto", "keys"])
+async def test_who_cannot_know_whether_there_are_keys_is_unready_until_the_store_has_answered_once(
+    engine: FakeEngineCore, start: Start, caplog: pytest.LogCaptureFixture, auth: str
+) -> None:
+    """Nobody asks it anything but its health meanwhile, as nobody does where a balancer sees that."""
+    async with running_redis() as server:
+        await server.kill()
+        async with start(store=server.address, auth=auth) as gateway:
+            await until(lambda: "nobody is served until the store answers" in caplog.text)
+            problems: list[str] = []
+            while problems != ["the store has not answered yet, so API keys cannot be looked up"]:  # and nothing else
+                unready = await gateway.client.get(f"{gateway.url}/health/ready")
+                assert unready.status_code == 503
+                problems = unready.json()["problems"]
+            gateway.client.base_url = gateway.url
+            shown = {"x-api-key": f"sk-pagoda-{'0' * 16}-{'x' * 43}"}
+            assert (await gateway.client.get("/metrics", headers=shown)).status_code == 503
+            assert "ready" not in gateway.names
+            await server.start()
+            await gateway.until_reported("ready")
+            assert gateway.names == ["listening", *(["locked"] if auth == "keys" else []), "ready"]
+            await server.kill()
+            await gateway.client.get("/v1/files")
+            assert (await gateway.client.get("/health/ready")).status_code == 200
+    assert caplog.text.count("nobody is served until the store answers") == 1
+
+
 async def test_who_does_not_know_whether_there_are_keys_serves_those_of_its_options_and_nobody_else(
     engine: FakeEngineCore, start: Start
 ) -> None:
     async with start(store="redis://127.0.0.1:1") as gateway:
-        await gateway.until_reported("ready")
         refused = await gateway.client.post("/v1/completions", json=prompt())
         assert (refused.status_code, error_code(refused.content)) == (503, "unavailable")
         assert int(refused.headers["retry-after"]) >= 1

@@ -81,6 +81,16 @@ class Gate:
 
         self._locks: Answers[bool] = Answers(locked, now, FOREVER_S)
 
+    @property
+    def knows(self) -> bool:
+        """Whether it can let anybody in: it needs no store, or the store has answered once."""
+        return self._auth == Auth.NONE or bool(self._options) or self._locks.began or self._keys.began
+
+    async def learn(self) -> None:
+        """Ask the store, where it has to be. Raises PagodaError where it does not answer."""
+        if not self.knows:
+            await self._locks.of("")
+
     async def is_open(self) -> bool:
         """Whether everybody may ask. Once it is not, it never is again. Raises PagodaError where nobody knows."""
         if self._auth == Auth.NONE:
