@@ -194,6 +194,15 @@ def test_deployment_is_probed_unprivileged_and_names_real_options(deployment: di
         assert {entry["name"] for entry in container.get("env", [])} <= environment_names(config)
 
 
+@pytest.mark.parametrize("file", ["docker-compose.yml", "deploy/k8s/base/gateway.yaml"])
+def test_who_is_behind_a_proxy_finds_the_option_where_it_is_set(file: str) -> None:
+    [line] = re.findall(r"# +(.*PAGODA_FORWARDED_ALLOW_IPS.*)", (ROOT / file).read_text())
+    found = yaml.safe_load(line)
+    name, value = (found[0]["name"], found[0]["value"]) if isinstance(found, list) else next(iter(found.items()))
+    assert name in environment_names(GatewayConfig)
+    assert GatewayConfig(engine="unix:/e", forwarded_allow_ips=value).forwarded_allow_ips
+
+
 def test_no_probe_asks_for_keys() -> None:
     """Where one did, the end of a certificate would have what serves killed, again and again."""
     for deployment in deployments():

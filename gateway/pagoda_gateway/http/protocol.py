@@ -55,7 +55,8 @@ class ConnectionGuard:
             return PagodaError(ErrorCode.OVERLOADED, f"this server takes {config.max_connections} connections at once")
         client, limit = client_key(peer), config.max_connections_per_client
         if not self._proxies.trusts(peer) and self._by_client[client] >= limit and not self._made_room(client):
-            return PagodaError(ErrorCode.OVERLOADED, f"one address may have {limit} connections at once")
+            hint = "a proxy, too, unless this server's --forwarded-allow-ips names it"
+            return PagodaError(ErrorCode.OVERLOADED, f"one address may have {limit} connections at once ({hint})")
         self._total += 1
         self._by_client[client] += 1
         return None

@@ -207,6 +207,7 @@ async def test_connections_of_one_client_are_bounded(echo: Echo) -> None:
         await until(lambda: len(http.server.server_state.connections) == 12)
         status, headers, body = await talk(http.port, b"")
         assert (status, error_code(body)) == (503, "overloaded")
+        assert "--forwarded-allow-ips" in json.loads(body)["error"]["message"]
         assert int(headers["retry-after"]) >= 1
         for _, writer in connections:
             writer.close()
