@@ -14,6 +14,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagoda_gateway import request_ids
 from pagoda_gateway.api import errors
 from pagoda_gateway.api.error_body import set_shape
 from pagoda_gateway.background.runner import BackgroundResponses
@@ -21,6 +22,7 @@ from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.clients import identify_by
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
+from pagoda_gateway.http.failure_log import FailureLog
 from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.http.multipart import MAX_FORM_BYTES
 from pagoda_gateway.http.sse import keep_body_sender
@@ -78,11 +80,13 @@ def create_app(
         routers.append(page.router())
     for router in routers:
         api.include_router(router)
-    metrics.know_routes(frozenset(route_templates(routers)))
+    templates = frozenset(route_templates(routers))
+    metrics.know_routes(templates)
+    failures = FailureLog(templates, on=ctx.config.log_requests)
     identify = identify_by(ctx.config.forwarded_allow_ips, ctx.gate)
     uploads = {files.PATH: ctx.config.max_file_bytes + MAX_FORM_BYTES}
     limited = LimitsMiddleware(api, ctx.config, ctx.memory, identify, ctx.quotas, uploads, refusing_unread(ctx))
-    return Edge(_for_pages(limited, ctx.config.allowed_origins), metrics, lambda: health.draining)
+    return Edge(_for_pages(limited, ctx.config.allowed_origins), metrics, failures, lambda: health.draining)
 
 
 def _for_pages(app: ASGIApp, allowed_origins: str) -> ASGIApp:
@@ -117,11 +121,15 @@ def route_templates(routers: list[APIRouter]) -> Iterator[str]:
 
 
 class Edge:
-    """Gives every response a request id, counts it, and closes connections while the gateway drains."""
+    """Gives every response a request id, counts it, logs those of errors, and closes connections while the gateway
+    drains."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, draining: Callable[[], bool]) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: GatewayMetrics, failures: FailureLog, draining: Callable[[], bool]
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._failures = failures
         self._draining = draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,7 +137,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         begun_at = time.monotonic()
-        status = "disconnected"
+        status: int | None = None
         request_id = request_id_of(scope)
         scope.setdefault("state", {})["request_id"] = request_id
         set_shape(scope, generating.ERROR_SHAPES)
@@ -138,15 +146,18 @@ class Edge:
         def marked_send(message: Message) -> object:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = f"{message['status'] // 100}xx"
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *self._headers(request_id, begun_at)]
             return send(message)
 
         try:
-            await self._app(scope, receive, marked_send)  # type: ignore[arg-type]
+            with request_ids.serving(request_id):
+                await self._app(scope, receive, marked_send)  # type: ignore[arg-type]
         finally:
             route = getattr(scope.get("route"), "path", None) or scope["path"]  # its own where it was not routed
-            self._metrics.http(route, scope["method"], status, time.monotonic() - begun_at)
+            kind = "disconnected" if status is None else f"{status // 100}xx"
+            self._metrics.http(route, scope["method"], kind, time.monotonic() - begun_at)
+            self._failures.answered(scope, status, request_id, route)
 
     def _headers(self, request_id: str, begun_at: float) -> Iterator[tuple[bytes, bytes]]:
         yield b"x-request-id", request_id.encode()

@@ -183,7 +183,9 @@ class GatewayConfig:
     reasoning_parser: str = option(
         "", f"how thoughts are marked, if not as the model's chat template shows: {', '.join(REASONING_FORMAT_NAMES)}"
     )
-    log_requests: bool = option(True, "one line of log per ended request: ids and numbers, no text")
+    log_requests: bool = option(
+        True, "one line of log per request that has ended or was refused: ids and numbers, no text"
+    )
     startup_message: bool = option(False, "print the URL and example calls once ready")
 
     def __post_init__(self) -> None:

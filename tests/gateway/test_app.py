@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import string
@@ -201,6 +202,39 @@ async def test_sec_31_what_clients_write_forges_no_line(
     assert message.isprintable()
     assert len(message) < 256
     assert forged not in caplog.text
+
+
+async def test_sec_31_a_refused_request_is_found_in_the_log_by_the_id_that_its_client_knows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = Gateway(tmp_path, api_key=",".join(KEYS))
+    caplog.set_level(logging.INFO, "pagoda_gateway")
+    key = {"x-api-key": KEYS[0]}
+    asked = [
+        ("GET", "/nothing/my-secret", key, 404, "not_found", "other"),
+        ("GET", "/v1/models", {}, 401, "invalid_api_key", "/v1/models"),
+        ("PUT", "/v1/models", key, 405, "method_not_allowed", "/v1/models"),
+        ("POST", "/v1/completions", key, 404, "model_not_found", "/v1/completions"),
+        ("GET", "/v1/requests/my-secret", key, 404, "not_found", "/v1/requests/{request_id}"),
+    ]
+    async with gateway.client:
+        for method, path, headers, status, code, route in asked:
+            caplog.clear()
+            body = {"prompt": "my-secret", "model": "my-secret"}
+            answer = await gateway.client.request(method, path, json=body, headers=headers)
+            assert answer.status_code == status
+            name = answer.headers["x-request-id"]
+            line = f"failed request_id={name} status={status} error={code} method={method} route={route}"
+            assert [record.getMessage() for record in caplog.records if "request_id" in record.getMessage()] == [line]
+            assert "my-secret" not in caplog.text
+        caplog.clear()
+        for own, shown in (("of-mine", True), ("a%0ab", False), ("x" * 129, False), ("a b", False)):
+            await gateway.client.get("/nothing", headers=key | {"x-request-id": own})
+            assert (own in caplog.text) == shown
+        caplog.clear()
+        assert (await gateway.client.get("/v1/models", headers=key)).status_code == 200
+        assert (await gateway.client.get("/health/ready")).status_code == 503
+        assert "failed" not in caplog.text
 
 
 async def test_sec_20_compressed_and_multipart_bodies_are_refused(gateway: Gateway) -> None:

@@ -230,6 +230,25 @@ async def test_a_gateway_full_of_streams_is_alive_and_says_so(engine: FakeEngine
         assert all(events[-1] == "[DONE]" for events in await asyncio.gather(*reading))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("key", [{}, {"idempotency-key": "k"}])
+async def test_what_a_client_calls_its_request_is_in_the_requests_line_of_the_log(
+    engine: FakeEngineCore, start: Start, caplog: pytest.LogCaptureFixture, stream: bool, key: dict[str, str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with start() as gateway:
+        await gateway.until_reported("ready")
+        headers = key | {"x-request-id": "of-a-client"}
+        answer = await gateway.client.post("/v1/completions", json=prompt(stream=stream), headers=headers)
+        assert (answer.status_code, answer.headers["x-request-id"]) == (200, "of-a-client")
+        await until(lambda: " request_id=of-a-client " in caplog.text)
+        [line] = [record.getMessage() for record in caplog.records if "request_id=" in record.getMessage()]
+        assert line.startswith("request id=")
+        assert line.endswith(" end=length")
+        answer = await gateway.client.post("/v1/completions", json=prompt())
+        await until(lambda: f" request_id={answer.headers['x-request-id']} " in caplog.text)
+
+
 async def test_drain_lets_open_requests_finish(engine: FakeEngineCore, start: Start) -> None:
     async with start() as gateway:
         await gateway.until_reported("ready")

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_PROBLEMS = 8
 MAX_EXAMINED = 64
 MAX_SHOWN_CHARS = 48
+FAILURE = "failure"  # in a request's state: with which code it is answered
 
 
 def error_response(error: PagodaError, scope: Mapping[str, Any]) -> Response:
@@ -40,8 +41,10 @@ def error_response(error: PagodaError, scope: Mapping[str, Any]) -> Response:
         headers["retry-after-ms"] = str(math.ceil(retry_after_s * 1000))
     if error.status.http == 401:
         headers["www-authenticate"] = "Bearer"
+    if "state" in scope:
+        scope["state"][FAILURE] = error.code
     if error.code in SILENT:
-        logger.error("request failed: %s: %s", error.code, error.message)
+        logger.error("request %s failed: %s: %s", request_id_of(scope) or "without id", error.code, error.message)
     body = encoded(shape.body(error, request_id_of(scope)))
     return Response(body, status_code=shape.status(error), headers=headers, media_type="application/json")
 

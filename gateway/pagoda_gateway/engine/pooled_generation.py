@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pagoda_gateway import request_ids
 from pagoda_gateway.engine.cores import Core
 from pagoda_gateway.engine.model_view import Obstacle
 from pagoda_gateway.engine.open_request import OpenRequest
@@ -58,6 +59,7 @@ class PooledGeneration:
 
     def __init__(self, request: OpenRequest, pool: Pool, *, counted: bool, now: float) -> None:
         self.request = request
+        self.request_id = request_ids.current()  # of the HTTP request, as its client knows it
         self.counted = counted
         self.times = TokenTimes(now)
         self.admitted = asyncio.Event()

@@ -72,7 +72,7 @@ class RequestMeter:
         )
         self.recent.add(tenant_of(request.record.cache_salt), ended)
         if self._log_requests:
-            logger.info("%s", _line(ended))
+            logger.info("%s", _line(ended, generation.request_id))
         self._metrics.ended(request.outcome, usage if request.was_read else None, now - times.submitted_at)
 
 
@@ -80,9 +80,10 @@ def _end(outcome: FinishReason, code: ErrorCode | None) -> str:
     return f"error:{code or ErrorCode.INTERNAL}" if outcome is FinishReason.ERROR else outcome.value
 
 
-def _line(ended: EndedRequest) -> str:
+def _line(ended: EndedRequest, request_id: str) -> str:
     fields = {
         "id": ended.id,
+        "request_id": request_id,
         "model": f'"{ended.model}"',
         "prompt_tokens": ended.prompt_tokens,
         "cached_tokens": ended.cached_prompt_tokens,

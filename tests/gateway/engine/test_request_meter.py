@@ -10,6 +10,7 @@ import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, until
 from tests.gateway.streams import collect, record, sample
 
+from pagoda_gateway import request_ids
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.pooled_generation import TokenTimes
 from pagoda_proto.engine.v1 import engine_pb2 as pb
@@ -66,7 +67,9 @@ async def test_one_line_per_ended_request(
     engine.cached_prompt_tokens = 2
     with caplog.at_level(logging.INFO, LOGGER):
         request = record()
-        await collect(await client.submit(request))
+        with request_ids.serving("of-a-client"):
+            generation = await client.submit(request)
+        await collect(generation)
         canary = await client.submit(record(), counted=False)
         await collect(canary)
         engine.on_submit = lambda submit: pb.ServerFrame(
@@ -78,11 +81,12 @@ async def test_one_line_per_ended_request(
     first, second = [r.getMessage() for r in caplog.records if r.name == LOGGER]
     number = r"\d+\.\d"
     assert re.fullmatch(
-        rf'request id={request.request_id} model="m" prompt_tokens=3 cached_tokens=2 output_tokens=12 '
+        rf'request id={request.request_id} request_id=of-a-client model="m" '
+        rf"prompt_tokens=3 cached_tokens=2 output_tokens=12 "
         rf"ttft_ms={number} tpot_ms={number} total_ms={number} attempts=1 end=length",
         first,
     )
-    assert second.startswith(f"request id={refused.request_id} ")
+    assert second.startswith(f"request id={refused.request_id} request_id=- ")
     assert second.endswith("ttft_ms=- tpot_ms=- " + second.split("tpot_ms=- ")[1])
     assert second.endswith(" attempts=1 end=error:overloaded")
 

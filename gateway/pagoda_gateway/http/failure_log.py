@@ -1,0 +1,56 @@
+"""Each request that is answered with an error is one line of log, as each that a model has worked on is.
+
+There is nothing in a line that clients write but the request's id, whose form is checked: routes and methods are those
+that there are, and the error's words, which may repeat what was asked, are left out. Errors cost nothing to ask for, so
+there are only so many lines a minute, for strangers and for known callers apart; the next one says how many are left
+out before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pagoda_gateway.api.errors import FAILURE
+from pagoda_gateway.keys.buckets import Bucket
+from pagoda_gateway.metrics import METHODS, OTHER
+
+logger = logging.getLogger(__name__)
+
+LINES_PER_MINUTE = 600
+
+
+class FailureLog:
+    """`routes` are templates of paths; `now` is any monotonic clock."""
+
+    def __init__(self, routes: frozenset[str], *, on: bool, now: Callable[[], float] = time.monotonic) -> None:
+        self._routes = routes
+        self._on = on
+        self._now = now
+        self._room = {known: Bucket(LINES_PER_MINUTE, now()) for known in (False, True)}
+        self._left_out = 0
+
+    def answered(self, scope: Mapping[str, Any], status: int | None, request_id: str, route: str) -> None:
+        """Of every request; `status` is None where nothing was answered."""
+        code = scope["state"].get(FAILURE)
+        if code is None or not self._on:
+            return
+        room, now = self._room["caller" in scope["state"]], self._now()
+        if room.wait_s(1.0, now):
+            self._left_out += 1
+            return
+        room.take(1.0, now)
+        method = scope["method"] if scope["method"] in METHODS else OTHER
+        fields = {
+            "request_id": request_id,
+            "status": "-" if status is None else status,
+            "error": code,
+            "method": method,
+            "route": route if route in self._routes else OTHER,
+        }
+        if self._left_out:
+            fields["lines_left_out"] = self._left_out
+            self._left_out = 0
+        logger.info("failed %s", " ".join(f"{name}={value}" for name, value in fields.items()))
