@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 
@@ -50,7 +51,7 @@ async def _drained(held: socket.socket, listener: socket.socket) -> tuple[int, b
     assert not serving.done()
     go_on.set()
     status, _, body = parse(begun + await reader.read())
-    writer.close()
+    await _close(writer)
     await serving
     return status, body
 
@@ -63,5 +64,11 @@ async def _until_refused(held: socket.socket) -> None:
                 _, writer = await asyncio.open_connection(*held.getsockname())
             except ConnectionRefusedError:
                 return
-            writer.close()
+            await _close(writer)
             await asyncio.sleep(0.01)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):  # the server was sooner
+        await writer.wait_closed()
