@@ -65,6 +65,7 @@ RESPONSE_WRITE_S = 0.1  # what a response in the background tells is written, th
 RESPONSE_POLL_S = 0.5  # those who follow it at another gateway look for it this often
 RESPONSE_SWEEP_S = 3.0  # a gateway looks this often for responses that nobody runs ..
 RESPONSE_LEASE_S = 12.0  # .. as nobody said so for this long
+RESPONSE_LOOSE_S = 300.0  # what is half written of one is cleared away after this; a deleted one comes back no sooner
 TICKETS_FRESH_S = 10.0  # what a tenant has of tickets is counted in the store this often at most
 TICKET_LEASE_S = 12.0  # a request with a ticket is run by another gateway when nobody said for so long that it does
 TICKET_GRACE_S = 30.0  # .. and goes on for so long when its client has left

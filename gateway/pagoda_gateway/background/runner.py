@@ -17,53 +17,23 @@ from contextlib import aclosing
 
 import msgspec
 
-from pagoda_gateway.api.encoding import encoded, event
+from pagoda_gateway.api.encoding import encoded
 from pagoda_gateway.api.errors import internal
-from pagoda_gateway.background.live import LiveEvents
+from pagoda_gateway.background.running import Running
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.dialects.responses import telling_of, told
+from pagoda_gateway.dialects.responses import told
 from pagoda_gateway.dialects.responses_events import AlreadyTold, Telling, Told
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, held_bytes
 from pagoda_gateway.generation.run import Outcome, Run
-from pagoda_gateway.http.memory import Holding
-from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.store.interface import Conflict, Unreadable, decoded
+from pagoda_gateway.store.response_logs import new_content
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Usage
 
 logger = logging.getLogger(__name__)
-
-
-class _Running:
-    """One response that runs here."""
-
-    def __init__(self, job: Job, known: AlreadyTold, holding: Holding, charge: Charge) -> None:
-        self.job = job
-        self.charge = charge
-        self.live = LiveEvents(known.num_events)
-        self.telling = telling_of(job, known)
-        self.holding = holding
-        self.told: list[bytes] = []  # and not known to be in the store
-        self.news = asyncio.Event()  # there is something told
-        self.unsure = False  # whether all that was written last is in the store
-        self.cancelled = False
-        self.ending = False  # it is generated; its end is not disturbed
-        self.task: asyncio.Task[None] | None = None
-        self.usage = Usage(prompt_tokens=0)
-
-    def tell(self, said: Told) -> None:
-        """One that was not asked for as a stream has no followers."""
-        if self.job.shown.stream:
-            self.told.append(event(said, said["type"]))
-            self.news.set()
-
-    def cancel(self) -> None:
-        if self.task is not None and not self.cancelled and not self.ending:
-            self.cancelled = True
-            self.task.cancel()
 
 
 class BackgroundResponses:
@@ -73,7 +43,7 @@ class BackgroundResponses:
         self._ctx = ctx
         self._kept = ctx.responses
         self._holder = secrets.token_hex(8)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -158,20 +128,20 @@ class BackgroundResponses:
                 return
             await asyncio.sleep(times.RESPONSE_POLL_S)
 
-    def _add(self, job: Job, known: AlreadyTold) -> _Running:
+    def _add(self, job: Job, known: AlreadyTold) -> Running:
         """Raises PagodaError OVERLOADED."""
         holding = self._ctx.memory.holding(f"background {job.owner}")
         holding.grow_to(held_bytes(job) + BYTES_PER_TOKEN * job.num_prompt_tokens)
-        running = self._running[job.id] = _Running(
-            job, known, holding, self._ctx.charge_for_owner(job.owner, job.model)
+        running = self._running[job.id] = Running(
+            job, self._kept, known, holding, self._ctx.charge_for_owner(job.owner, job.model)
         )
         return running
 
-    def _forget(self, running: _Running) -> None:
+    def _forget(self, running: Running) -> None:
         running.holding.release()
         del self._running[running.job.id]
 
-    def _run(self, running: _Running) -> None:
+    def _run(self, running: Running) -> None:
         running.task = asyncio.create_task(self._to_its_end(running), name=running.job.id)
 
     async def _sweep(self) -> None:
@@ -180,6 +150,7 @@ class BackgroundResponses:
             try:
                 async for name, owner in self._kept.unfinished():
                     await self._take_over(name, owner)
+                await self._kept.sweep()
             except PagodaError as error:
                 logger.debug("unfinished responses are not known: %s", error)
             await asyncio.sleep(times.RESPONSE_SWEEP_S)
@@ -198,7 +169,7 @@ class BackgroundResponses:
             if error.code is ErrorCode.UNAVAILABLE:
                 raise
             if error.code is ErrorCode.NOT_FOUND:
-                await self._kept.drop(name)  # whoever deleted it got no further
+                await self._kept.bury(name, owner)  # whoever began or deleted it got no further
             else:
                 logger.debug("%s finds no room here, and is in nobody's way: %s", name, error)
             going = False
@@ -220,7 +191,7 @@ class BackgroundResponses:
             known.add(msgspec.json.decode(one.split(b"data: ", 1)[1]))
         if known.ended is not None:
             with contextlib.suppress(Conflict):
-                await self._kept.end(record, kept, encoded(known.ended))
+                await self._kept.end(record, kept, encoded(known.ended), new_content())  # what it says found room
             return False
         if not kept.cancelled and not self._has_model(job):
             return False
@@ -241,14 +212,14 @@ class BackgroundResponses:
         with contextlib.suppress(PagodaError):
             await self._kept.release(name, self._holder)
 
-    async def _to_its_end(self, running: _Running) -> None:
+    async def _to_its_end(self, running: Running) -> None:
         name, ended = running.job.id, False
-        beside = [asyncio.create_task(work(running)) for work in (self._keep_claim, self._keep_writing)]
+        beside = [asyncio.create_task(work) for work in (self._keep_claim(running), running.keep_writing())]
         try:
             last = _cancelled(running.telling) if running.cancelled else await self._generated(running)
             running.ending = True
             beside[1].cancel()
-            ended = await self._end(running, last)
+            ended = await running.end(last)
         except Conflict:
             logger.info("%s is gone on with elsewhere, or deleted", name)
         finally:
@@ -256,22 +227,29 @@ class BackgroundResponses:
                 task.cancel()
             self._forget(running)
             running.live.close(ended=ended)
+            if running.deleted:
+                with contextlib.suppress(PagodaError):
+                    await self._kept.bury(name, running.job.owner)  # .. with what was written since
             await self._release(name)
 
-    async def _keep_claim(self, running: _Running) -> None:
+    async def _keep_claim(self, running: Running) -> None:
         """Stop it where another gateway has it or somebody wants it to end. A store that is gone stops nothing."""
         job, task = running.job, running.task
         while task is not None:
             await asyncio.sleep(times.RESPONSE_LEASE_S / 3)
-            with contextlib.suppress(PagodaError):
+            try:
                 mine = await self._kept.claim(job.id, self._holder, times.RESPONSE_LEASE_S)
                 _, kept = await self._kept.find(job.id, job.owner)
+            except PagodaError as error:
+                if error.code is ErrorCode.NOT_FOUND:
+                    running.drop()
+            else:
                 if kept.cancelled:
                     running.cancel()
                 elif not mine and not running.ending:
                     task.cancel()
 
-    async def _generated(self, running: _Running) -> Iterator[Told]:
+    async def _generated(self, running: Running) -> Iterator[Told]:
         """Generate it, and give its last event."""
         job, telling = running.job, running.telling
         model, charge = self._ctx.catalogue.of_job(job.model, job.adapter), running.charge
@@ -291,12 +269,13 @@ class BackgroundResponses:
             return telling.fail(internal(error, {"state": {"request_id": job.id}}), run.usage())
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not running.cancelled or task is None:
+            if task is None or running.deleted or not (running.cancelled or running.failure):
                 raise
             task.uncancel()
-            return telling.cancel(run.usage())
+            failure = running.failure
+            return telling.cancel(run.usage()) if failure is None else telling.fail(failure, run.usage())
 
-    async def _tell_all(self, running: _Running, run: Run, engine: EngineClient) -> None:
+    async def _tell_all(self, running: Running, run: Run, engine: EngineClient) -> None:
         """But its last event. Raises PagodaError."""
         running.charge.begin(run.usage)
         await self._started(run, engine)
@@ -317,65 +296,6 @@ class BackgroundResponses:
                 await asyncio.sleep(error.retry_after_s or times.RESPONSE_SWEEP_S)
             else:
                 return
-
-    async def _keep_writing(self, running: _Running) -> None:
-        """What it tells, as it comes. Where another gateway has told otherwise, this one stops."""
-        while True:
-            await running.news.wait()
-            running.news.clear()
-            try:
-                await self._write(running)
-            except PagodaError:
-                await asyncio.sleep(times.STORE_REST_S)
-                running.news.set()
-            except Conflict:
-                if running.task is not None:
-                    running.task.cancel()
-                return
-            await asyncio.sleep(times.RESPONSE_WRITE_S)
-
-    async def _write(self, running: _Running) -> None:
-        """Have in the store what was told. Raises Conflict, and PagodaError."""
-        if running.unsure:
-            self._written(running, await self._kept.num_events(running.job.id) - running.live.end)
-        if told := list(running.told):
-            running.unsure = True
-            await self._kept.add_events(running.job.id, told, running.live.end)
-            self._written(running, len(told))
-
-    @staticmethod
-    def _written(running: _Running, num_events: int) -> None:
-        """So many of what was told are in the store. Raises Conflict where it has others than these."""
-        if not 0 <= num_events <= len(running.told):
-            raise Conflict
-        running.live.add(running.told[:num_events])
-        del running.told[:num_events]
-        running.unsure = False
-
-    async def _end(self, running: _Running, last: Iterator[Told]) -> bool:
-        """Keep its end, however long the store is gone. False where it has ended elsewhere, or is deleted. Raises
-        Conflict."""
-        telling, told = running.telling, False
-        while True:
-            try:
-                record, kept = await self._kept.find(running.job.id, running.job.owner)
-                if not told:
-                    if kept.ended:
-                        return False
-                    if kept.cancelled and not running.cancelled:
-                        last = telling.cancel(running.usage)
-                    for said in last:
-                        running.tell(said)
-                    told = True
-                await self._write(running)
-                await self._kept.end(record, kept, encoded(telling.response))
-                running.charge.count(running.usage)  # once, by whoever wrote the end
-            except PagodaError as error:
-                if error.code is ErrorCode.NOT_FOUND:
-                    return False
-                await asyncio.sleep(times.STORE_REST_S)
-            else:
-                return True
 
 
 def _cancelled(telling: Telling) -> Iterator[Told]:

@@ -30,7 +30,7 @@ from pagoda_gateway.generation.positions import Marks, Place
 from pagoda_gateway.generation.prompts import ChatPrompt, Reader, at_most, work_size
 from pagoda_gateway.generation.requests import check_priority, check_products, named_as_in_body, new_job, new_record
 from pagoda_gateway.generation.run import Run
-from pagoda_gateway.store.interface import Conflict
+from pagoda_gateway.store.tickets import KeptTickets
 from pagoda_gateway.text.conversation import Chat
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import PagodaError
@@ -161,6 +161,7 @@ class ResponsesWriter:
     def __init__(self, ctx: GatewayContext, run: Run, marks: Marks | None = None) -> None:
         self._run = run
         self._kept = ctx.responses
+        self._tickets = KeptTickets(ctx.store, ctx.config.keep_tickets_s)
         self._marks = marks
         self._told = _told_before(marks)
         self._telling = telling_of(run.job, _told_before(marks))
@@ -173,6 +174,7 @@ class ResponsesWriter:
         return encoded(self._telling.response)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
+        has_ended = True
         try:
             async with aclosing(told(self._run, self._telling)) as events:
                 async for said in events:
@@ -181,9 +183,13 @@ class ResponsesWriter:
         except PagodaError as error:
             if self._marks is not None and error.status.retryable:
                 raise  # it is no end of what can be gone on with
+            has_ended = self._marks is None  # else it may go on without this reader, or be generated again
             last = self._telling.fail(error, self._run.usage())
         for said in last:
-            await self._keep()
+            if has_ended:
+                await self._keep()
+            else:
+                self._telling.response["store"] = False
             yield self._event(said)
 
     def _event(self, said: Told) -> bytes:
@@ -200,11 +206,18 @@ class ResponsesWriter:
         job, response = self._run.job, self._telling.response
         if response["store"]:
             try:
-                await self._kept.finished(job.id, job.owner, job.items, encoded(response))
+                response["store"] = await self._is_wanted()
+                if response["store"]:
+                    await self._kept.finished(job.id, job.owner, job.items, encoded(response))
             except PagodaError:
                 response["store"] = False
-            except Conflict:
-                pass  # whoever tells it too keeps it
+
+    async def _is_wanted(self) -> bool:
+        """Who deletes a response deletes its ticket first; a reader may come to its end long after that."""
+        if self._marks is None:
+            return True
+        found = await self._tickets.find(self._marks.stream, self._run.job.owner)
+        return found is not None and found.ticket.job_id == self._run.job.id
 
 
 def _told_before(marks: Marks | None) -> AlreadyTold:

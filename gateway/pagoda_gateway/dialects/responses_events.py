@@ -102,7 +102,8 @@ class Telling:
         code = "rate_limit_exceeded" if error.status.http == 429 else "server_error"
         failure = {"code": code, "message": error.message}
         self._stop()
-        self.response |= {"status": "failed", "error": failure, "usage": _usage(usage)}
+        self.response.pop("completed_at", None)
+        self.response |= {"status": "failed", "error": failure, "incomplete_details": None, "usage": _usage(usage)}
         yield from self._tell({"type": "response.failed", "response": self.response})
 
     def cancel(self, usage: Usage) -> Iterator[Told]:
@@ -110,6 +111,10 @@ class Telling:
         self._stop()
         self.response |= {"status": "cancelled", "usage": _usage(usage)}
         yield from self._tell({"type": "response.incomplete", "response": self.response})
+
+    def take_back(self, num_events: int) -> None:
+        """Nobody has seen the last of them, so their numbers are free."""
+        self._num_told -= num_events
 
     def _stop(self) -> None:
         """Wherever it is: what was said so far stays, and what is said now was never told before."""

@@ -85,7 +85,7 @@ class Marks:
         """Raises ValueError where `known` is not of a stream of so many choices."""
         if known is not None and (known.stream, len(known.places)) != (stream, num_choices):
             raise ValueError("it is of another stream")
-        self._stream = stream
+        self.stream = stream
         self._made_of = made_of
         self._known_tag = None if known is None else known.tag
         self._places = [NOWHERE] * num_choices
@@ -115,7 +115,7 @@ class Marks:
         return b"id: " + str(self._position()).encode() + b"\n"
 
     def _position(self) -> Position:
-        return Position(self._stream, self._made_of.tag(), self.besides, tuple(self._places))
+        return Position(self.stream, self._made_of.tag(), self.besides, tuple(self._places))
 
     def skip(self, choice: int, units: int) -> int:
         """How many of the next units the reader has; they are behind it then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,10 +20,11 @@ from pagoda_gateway.http.sse import EventStream
 from pagoda_gateway.routes.body import caller_of, json_response, query_of, read_body, while_connected
 from pagoda_gateway.routes.described import JSON, endpoint
 from pagoda_gateway.routes.generating import DIALECTS, job_maker, respond
-from pagoda_gateway.store.responses import not_found
+from pagoda_gateway.store.response_logs import not_found, to_its_end
+from pagoda_gateway.store.tickets import Found
 from pagoda_gateway.tickets.naming import Named, Naming, Opened, headers_of
 from pagoda_gateway.tickets.tickets import NewJob, Tickets
-from pagoda_proto.errors import InvalidParams, Problem
+from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 
 PATH = RESPONSES.path
 STREAMING = {dialect.path: dialect for dialect in (*DIALECTS, RESPONSES)}
@@ -74,9 +76,17 @@ async def _begin_once(
         response = await background.begin(job)
     except BaseException:
         if opened.found is not None:
-            await tickets.forget(opened.found)
+            with suppress(PagodaError):
+                await to_its_end(_forget_unless_begun(background, tickets, opened.found))
         raise
     return job.id, response, headers_of(named, opened)
+
+
+async def _forget_unless_begun(background: BackgroundResponses, tickets: Tickets, found: Found) -> None:
+    """Where it could not be taken back, or nobody knows, the ticket stays: who asks again is told of it if it runs, and
+    else begins it anew after a while."""
+    if not await background.is_kept(found.ticket.job_id, found.owner):
+        await tickets.forget(found)
 
 
 def _add_retrieve(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses) -> None:
@@ -119,8 +129,8 @@ def _add_input_items(routes: APIRouter, ctx: GatewayContext) -> None:
     @endpoint(routes, f"{ONE}/input_items", "What a response was asked, the conversation before it too", InputItems)
     async def input_items(request: Request, response_id: str) -> Response:
         asked, kept = query_of(request, ItemsQuery), ctx.responses
-        await kept.find(response_id, caller_of(request).tenant)
-        items = _listed(await kept.items(response_id))
+        _, found = await kept.find(response_id, caller_of(request).tenant)
+        items = _listed(await kept.items(response_id, found))
         items = items if asked.order == "asc" else items[::-1]
         names = [item["id"] for item in items]
         if asked.after is not None and asked.after not in names:
@@ -136,7 +146,7 @@ async def _response(ctx: GatewayContext, background: BackgroundResponses, name: 
     for _ in range(2):  # again where it has ended meanwhile
         _, kept = await ctx.responses.find(name, caller.tenant)
         if kept.ended:
-            return await ctx.responses.response(name)
+            return await ctx.responses.response(name, kept)
         if (here := background.snapshot(name)) is not None:
             return here
         if (begun := await ctx.responses.begun(name, kept)) is not None:

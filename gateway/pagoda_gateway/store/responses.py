@@ -1,31 +1,40 @@
 """Responses that are kept: what was asked and answered, for whoever asks again or goes on from there.
 
-A response is a record, and logs beside it of what may be large. The record is written last and deleted first, so what
-it speaks of is there. One that runs in the background is kept from its beginning: its job is there, so any gateway can
-run it, and its events as far as they were told. `UNFINISHED` lists those for gateways that look for work.
+A response is a record, which is the last that is written of it and the first that goes, and which names the logs that
+it needs (`response_logs.py`). What more than one writer might write has a name that is new with every write, so nobody
+overwrites or drops what is another's, and of several writers that one has kept it whose record is there. What is in no
+record stands in a list, until whoever sweeps has found it: logs in LOOSE, and one that is to run in the background in
+`UNFINISHED`, for gateways that look for work. One that was deleted leaves word for a while, so that nobody who is still
+at it keeps it again.
+
+One in the background is kept from its beginning: its job is there, so any gateway can run it, and its events as far as
+they were told. Room for them is taken before they are written, and stands in its record.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from pagoda_gateway.store.interface import (
-    ABSENT,
-    MAX_APPEND_BYTES,
-    MAX_PAGE_RECORDS,
-    MAX_PART_BYTES,
-    Conflict,
-    Record,
-    Store,
-    Unreadable,
-    decoded,
-    parts_of,
+from pagoda_gateway.store.interface import ABSENT, Conflict, Full, Record, Store, Unreadable, decoded, unavailable
+from pagoda_gateway.store.response_logs import (
+    EVENTS,
+    ITEMS,
+    JOB,
+    LARGE,
+    OUTPUT,
+    Logs,
+    LooseLogs,
+    log_of,
+    new_content,
+    not_found,
+    records_of,
+    to_its_end,
 )
 from pagoda_gateway.store.room import NOTHING, Held, Room
 from pagoda_proto import times
@@ -33,23 +42,44 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 RESPONSES = "responses"
 UNFINISHED = "unfinished_responses"
-ITEMS, OUTPUT, EVENTS, LARGE, JOB = "items", "object", "events", "large", "job"
-LOGS = (ITEMS, OUTPUT, EVENTS, LARGE, JOB)
-PARTS_PER_APPEND = MAX_APPEND_BYTES // MAX_PART_BYTES
-PAGE = 100
 ROOMY = Held(2**31, 2**50)
+RESERVED_BYTES = 64 * 1024  # at a time, so that not every event changes a record ..
+RESERVED_PART = 64  # .. but no more than one of so many parts of what a tenant may have
 _NAME = re.compile(r"resp_[0-9a-f]{32}")
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The value of a record. `ended`: its object is there; `cancelled`: somebody wants it to end. `num_bytes`: what
-    lies beside it, as far as that was known when it was written."""
+    """The value of a record. `ended`: its object is there; `cancelled`: somebody wants it to end; `gone`: it was
+    deleted. `num_bytes`: what lies beside it, as far as that was known when it was written; `reserved`: how much more
+    there may be, before it ends. `content`: the name of its object, and, where it was not begun in the background, of
+    its items ("" where a version before this kept it).
+    """
 
     background: bool = False
     streamed: bool = False
     ended: bool = False
     cancelled: bool = False
+    gone: bool = False
     num_bytes: int = 0
+    reserved: int = 0
+    content: str = ""
+
+    @property
+    def held(self) -> Held:
+        return Held(1, self.num_bytes + self.reserved)
+
+    def items_log(self, name: str) -> str:
+        return log_of(name, ITEMS, "" if self.background else self.content)
+
+    def object_log(self, name: str) -> str:
+        return log_of(name, OUTPUT, self.content)
+
+    def logs(self, name: str) -> set[str]:
+        """All that it needs."""
+        if self.gone:
+            return set()
+        logs = {self.items_log(name), self.object_log(name)}
+        return logs | _logs_of_begun(name) if self.background else logs
 
 
 class _Headed(msgspec.Struct, frozen=True):
@@ -73,56 +103,98 @@ class KeptResponses:
         self._store = store
         self._keep_s = keep_s
         self._room = Room(self, *most)
+        self._reserved_at_once = min(RESERVED_BYTES, most.num_bytes // RESERVED_PART)
+        self._logs = Logs(store, self._expiry)
+        self._loose = LooseLogs(store, self._expiry, self._named)
 
     async def find(self, name: str, owner: str) -> tuple[Record, Kept]:
         record = await self._store.get(RESPONSES, name) if _NAME.fullmatch(name) else None
-        if record is None or record.owner != owner:
+        if record is None or record.owner != owner or (kept := _read(record)).gone:
             raise not_found(name)
-        return record, decoded(name, record.value, Kept)
+        return record, kept
 
     async def finished(self, name: str, owner: str, items: bytes, response: bytes) -> None:
-        """Keep one that has ended, unless it is kept. One that is told again may find what a gateway had written when
-        it died. Conflict says that somebody else is at it; RATE_LIMITED and REQUEST_TOO_LARGE, that there is no room.
-        """
-        if await self._store.get(RESPONSES, name) is not None:
-            return
-        await self._room.take(owner, len(items) + len(response))
-        try:
-            await self._write_ended(name, owner, items, response)
-        except Conflict:
-            if await self._store.get(RESPONSES, name) is not None:
-                return
-            for log in (ITEMS, OUTPUT):
-                await self._store.drop(_log(name, log))
-            await self._write_ended(name, owner, items, response)
+        """Keep one that has ended, unless it is kept. Goes on where its caller is cancelled: others rely on it.
 
-    async def _write_ended(self, name: str, owner: str, items: bytes, response: bytes) -> None:
-        await self._write(name, ITEMS, items)
-        await self._write(name, OUTPUT, response)
-        await self._put(name, owner, Kept(ended=True, num_bytes=len(items) + len(response)), ABSENT)
+        Raises:
+            PagodaError: NOT_FOUND where it was deleted; RATE_LIMITED and REQUEST_TOO_LARGE, where there is no room.
+        """
+        record = await self._store.get(RESPONSES, name)
+        if record is not None and await self._is_whole(record):
+            return
+        kept = Kept(ended=True, num_bytes=len(items) + len(response), content=new_content())
+        contents = {kept.items_log(name): items, kept.object_log(name): response}
+        try:
+            async with self._room.taking(owner, kept.num_bytes):
+                await to_its_end(self._keep(name, owner, kept, contents, record))
+        except Conflict:
+            await self.find(name, owner)  # somebody else has kept it, or it was deleted
+
+    async def _is_whole(self, record: Record) -> bool:
+        """Raises PagodaError NOT_FOUND where it was deleted."""
+        kept = _read(record)
+        if kept.gone:
+            raise not_found(record.key)
+        return not kept.ended or await self._store.length(kept.object_log(record.key)) > 0
 
     async def begin(self, name: str, owner: str, items: bytes, job: bytes, *, streamed: bool) -> int:
-        """Keep one that is to run in the background; the version of its record. Raises PagodaError as `finished`."""
-        await self._room.take(owner, len(items) + len(job))
-        await self._write(name, ITEMS, items)
-        await self._write(name, JOB, job)
-        kept = Kept(background=True, streamed=streamed, num_bytes=len(items) + len(job))
-        version = await self._put(name, owner, kept, ABSENT)
-        await self._store.put(UNFINISHED, name, owner.encode(), expires_at=self._expiry())
-        return version
+        """Keep one that is to run in the background; the version of its record. Raises PagodaError as `finished`.
 
-    async def end(self, record: Record, kept: Kept, response: bytes) -> None:
-        """Raises Conflict when the record is not that one any more."""
-        await self._store.drop(_log(record.key, OUTPUT))
-        await self._write(record.key, OUTPUT, response)
-        told = await self._size(record.key, EVENTS) + await self._size(record.key, LARGE)
-        ended = msgspec.structs.replace(kept, ended=True, num_bytes=kept.num_bytes + len(response) + told)
-        await self._put(record.key, record.owner, ended, record.version)
-        await self.close(record.key)
+        Who is cancelled, or cannot write all of it, takes it back; where he cannot do that either, it is run by whoever
+        sweeps, if its record is there, and else cleared away."""
+        kept = Kept(background=True, streamed=streamed, num_bytes=len(items) + len(job))
+        async with self._room.taking(owner, kept.num_bytes):
+            try:
+                return await self._begun(name, owner, items, job, kept)
+            except BaseException as error:
+                with suppress(PagodaError):
+                    await to_its_end(self._take_back(name, owner))
+                if isinstance(error, Conflict):
+                    raise unavailable("it took so long that it was given up elsewhere", times.STORE_REST_S) from error
+                raise
+
+    async def _begun(self, name: str, owner: str, items: bytes, job: bytes, kept: Kept) -> int:
+        await self._list_unfinished(name, owner)
+        await self._logs.write(log_of(name, ITEMS), items)
+        await self._logs.write(log_of(name, JOB), job)
+        return await self._put(name, owner, kept, ABSENT)
+
+    async def _take_back(self, name: str, owner: str) -> None:
+        """A write that is still on its way finds that it was deleted."""
+        await self._put_gone(name, owner, None)
+        await self._clear(name)
+
+    async def reserve(self, name: str, owner: str, num_bytes: int) -> int:
+        """Take room for so much more that one that runs is going to write; how much it may write then.
+
+        Raises:
+            Conflict: It has ended elsewhere.
+            PagodaError: RATE_LIMITED and REQUEST_TOO_LARGE, where there is no room.
+        """
+        record, kept = await self.find(name, owner)
+        num_bytes = max(num_bytes, self._reserved_at_once)
+        async with self._room.taking(owner, num_bytes, number=0):
+            while not kept.ended:
+                with suppress(Conflict):
+                    more = msgspec.structs.replace(kept, reserved=kept.reserved + num_bytes)
+                    await self._put(name, owner, more, record.version)
+                    return num_bytes
+                record, kept = await self.find(name, owner)
+            raise Conflict
+
+    async def end(self, record: Record, kept: Kept, response: bytes, content: str) -> None:
+        """`content`: a new name, by which whoever does not know whether this was done finds out. Room is taken before.
+        Raises Conflict when the record is not that one any more."""
+        name = record.key
+        told = await self._logs.size(log_of(name, EVENTS)) + await self._logs.size(log_of(name, LARGE))
+        num_bytes = kept.num_bytes + len(response) + told
+        ended = msgspec.structs.replace(kept, ended=True, num_bytes=num_bytes, reserved=0, content=content)
+        await self._keep(name, record.owner, ended, {ended.object_log(name): response}, record)
+        await self.close(name)
 
     async def close(self, name: str) -> None:
         """Nothing is left to do for one that has ended."""
-        await self._store.drop(_log(name, JOB))
+        await self._store.drop(log_of(name, JOB))
         await self._store.delete(UNFINISHED, name)
 
     async def cancel(self, name: str, owner: str) -> None:
@@ -138,22 +210,30 @@ class KeptResponses:
             return
 
     async def delete(self, name: str, owner: str) -> None:
-        await self.find(name, owner)
-        await self._store.delete(RESPONSES, name)
-        await self.drop(name)
+        while not await self._let_go_of(*await self.find(name, owner), for_good=True):
+            pass
 
-    async def drop(self, name: str) -> None:
-        """What may be left of one whose record is gone."""
-        for log in LOGS:
-            await self._store.drop(_log(name, log))
-        await self._store.delete(UNFINISHED, name)
+    async def bury(self, name: str, owner: str) -> None:
+        """One that is listed, and has no record: none comes any more, and what is left of it goes."""
+        try:
+            await self._put_gone(name, owner, ABSENT)
+        except Conflict:
+            record = await self._store.get(RESPONSES, name)
+            if record is not None and not _read(record).gone:
+                await self._list_unfinished(name, record.owner)
+                return
+        await self._clear(name)
 
-    async def items(self, name: str) -> list[dict[str, Any]]:
-        return decoded(name, await self._there(name, ITEMS), list[dict[str, Any]])
+    async def sweep(self) -> None:
+        """Clear away what nobody is at any more, and no record names."""
+        await self._loose.sweep()
 
-    async def response(self, name: str) -> bytes:
+    async def items(self, name: str, kept: Kept) -> list[dict[str, Any]]:
+        return decoded(name, await self._there(name, kept.items_log(name)), list[dict[str, Any]])
+
+    async def response(self, name: str, kept: Kept) -> bytes:
         """The object of one that has ended."""
-        return await self._there(name, OUTPUT)
+        return await self._there(name, kept.object_log(name))
 
     async def begun(self, name: str, kept: Kept) -> dict[str, Any] | None:
         """The object of one that nobody runs here: what its job says of it. None where it has none any more, as it has
@@ -169,59 +249,33 @@ class KeptResponses:
         _, kept = await self.find(name, owner)
         if not kept.ended:
             raise PagodaError(ErrorCode.INVALID_ARGUMENT, f"the response {name[:64]!a} has not ended yet")
-        answer = decoded(name, await self.response(name), _Answered)
-        return await self.items(name) + answer.output
+        answer = decoded(name, await self.response(name, kept), _Answered)
+        return await self.items(name, kept) + answer.output
 
     async def job(self, name: str) -> bytes:
         """b"" where there is none any more."""
-        return await self._read(name, JOB)
+        return await self._logs.read(log_of(name, JOB))
 
     async def add_events(self, name: str, events: Sequence[bytes], index: int) -> None:
-        """One that is too large for a part lies aside. Raises Conflict where there are not `index` events."""
-        parts = [one if len(one) <= MAX_PART_BYTES else await self._laid_aside(name, one) for one in events]
-        for group in _groups(parts):
-            index = await self._store.append(_log(name, EVENTS), group, index=index, expires_at=self._expiry())
-
-    async def _laid_aside(self, name: str, event: bytes) -> bytes:
-        """What stands in its place: no event begins like it."""
-        expires_at, log = self._expiry(), _log(name, LARGE)
-        ends = [await self._store.append(log, [piece], expires_at=expires_at) for piece in parts_of(event)]
-        return msgspec.json.encode([end - 1 for end in ends])
-
-    async def _whole(self, name: str, part: bytes) -> bytes:
-        """An event, from what stands in its place."""
-        if not part.startswith(b"["):
-            return part
-        found = [await self._store.read(_log(name, LARGE), at) for at in decoded(name, part, list[int])]
-        if not all(found):
-            raise not_found(name)
-        return b"".join(parts[0] for parts in found)
+        """Room is taken before. Raises Conflict where there are not `index` events."""
+        await self._logs.add_events(name, events, index)
 
     async def num_events(self, name: str) -> int:
-        return await self._store.length(_log(name, EVENTS))
+        return await self._store.length(log_of(name, EVENTS))
 
-    async def events(self, name: str, start: int = 0) -> AsyncIterator[bytes]:
+    def events(self, name: str, start: int = 0) -> AsyncIterator[bytes]:
         """Those from `start` on that there are now."""
-        while parts := await self._store.read(_log(name, EVENTS), start):
-            for part in parts:
-                yield await self._whole(name, part)
-            start += len(parts)
+        return self._logs.events(name, start)
 
     async def unfinished(self) -> AsyncIterator[tuple[str, str]]:
         """Names and owners."""
-        after = None
-        while True:
-            page = await self._store.page(UNFINISHED, "", limit=PAGE, after=after, newest_first=False)
-            for record in page.records:
-                after = record.position
-                yield record.key, record.value.decode(errors="replace")
-            if not page.more:
-                return
+        async for record in records_of(self._store, UNFINISHED, ""):
+            yield record.key, record.value.decode(errors="replace")
 
     async def held_by(self, owner: str) -> Held:
         held = NOTHING
         async for _, kept in self._oldest_first(owner):
-            held = held.plus(Held(1, kept.num_bytes))
+            held = held.plus(kept.held)
         return held
 
     async def forget_oldest(self, owner: str, needed: Held, spare: Held) -> tuple[Held, float]:
@@ -232,27 +286,22 @@ class KeptResponses:
                 break
             if kept.ended:
                 going.append((record, kept))
-                room = room.plus(Held(1, kept.num_bytes))
+                room = room.plus(kept.held)
         gone = NOTHING
         if needed.within(room):
             for record, kept in going:
-                if await self._store.delete(RESPONSES, record.key):
-                    gone = gone.plus(Held(1, kept.num_bytes))
-                await self.drop(record.key)
+                if await self._let_go_of(record, kept, for_good=False):
+                    gone = gone.plus(kept.held)
         return gone, 0.0 if needed.within(room) else times.TICKET_RESTS_S
 
     async def _oldest_first(self, owner: str) -> AsyncIterator[tuple[Record, Kept]]:
         """What cannot be read counts as one that takes nothing, and stays."""
-        after = None
-        while True:
-            page = await self._store.page(RESPONSES, owner, limit=MAX_PAGE_RECORDS, after=after, newest_first=False)
-            for record in page.records:
-                after, kept = record.position, Kept()
-                with suppress(Unreadable):
-                    kept = decoded(record.key, record.value, Kept)
+        async for record in records_of(self._store, RESPONSES, owner):
+            kept = Kept()
+            with suppress(Unreadable):
+                kept = _read(record)
+            if not kept.gone:
                 yield record, kept
-            if not page.more:
-                return
 
     async def claim(self, name: str, holder: str, lease_s: float) -> bool:
         return await self._store.claim(f"response/{name}", holder, lease_s)
@@ -260,31 +309,76 @@ class KeptResponses:
     async def release(self, name: str, holder: str) -> None:
         await self._store.release(f"response/{name}", holder)
 
+    # What of a response is written, and goes, together
+
+    async def _keep(
+        self, name: str, owner: str, kept: Kept, contents: Mapping[str, bytes], replaced: Record | None
+    ) -> None:
+        """Logs that nobody else has, and then the record that names them. Raises Conflict as `put` does."""
+        old = set[str]() if replaced is None else _read(replaced).logs(name) - kept.logs(name)
+        entry = await self._loose.enter(name, {*contents, *old})
+        try:
+            for log, data in contents.items():
+                await self._logs.write(log, data)
+            version = await self._put(name, owner, kept, ABSENT if replaced is None else replaced.version)
+        except (Conflict, Full):  # so the record is not there; of another failure nobody knows
+            with suppress(PagodaError, Conflict):
+                await self._loose.settle(entry)
+            raise
+        try:
+            with suppress(PagodaError):
+                await self._loose.settle(entry)
+        except Conflict:
+            await self._store.delete(RESPONSES, name, expect=version)
+            for log in contents:
+                await self._store.drop(log)
+            raise unavailable("it took so long that it was cleared away", times.STORE_REST_S) from None
+
+    async def _let_go_of(self, record: Record, kept: Kept, *, for_good: bool) -> bool:
+        """False where it is not as it was found. What is not done of the rest is done by whoever sweeps."""
+        entry = await self._loose.enter_going(record.key, kept.logs(record.key))
+        try:
+            if for_good:
+                await self._put_gone(record.key, record.owner, record.version)
+            else:
+                await self._store.delete(RESPONSES, record.key, expect=record.version)
+        except Conflict:
+            with suppress(PagodaError, Conflict):
+                await self._loose.settle(entry)
+            return False
+        with suppress(PagodaError, Conflict):
+            await self._loose.settle(entry)
+            if kept.background:
+                await self._store.delete(UNFINISHED, record.key)
+        return True
+
+    async def _clear(self, name: str) -> None:
+        """What may be left of one in the background that has no record."""
+        for log in sorted(_logs_of_begun(name)):
+            await self._store.drop(log)
+        await self._store.delete(UNFINISHED, name)
+
+    async def _named(self, name: str) -> set[str]:
+        record = await self._store.get(RESPONSES, name)
+        return set() if record is None else _read(record).logs(name)
+
+    async def _list_unfinished(self, name: str, owner: str) -> None:
+        await self._store.put(UNFINISHED, name, owner.encode(), expires_at=self._expiry())
+
     async def _put(self, name: str, owner: str, kept: Kept, expect: int) -> int:
         value = msgspec.json.encode(kept)
         return await self._store.put(RESPONSES, name, value, owner=owner, expect=expect, expires_at=self._expiry())
 
-    async def _write(self, name: str, log: str, data: bytes) -> None:
-        parts, expires_at = parts_of(data), self._expiry()
-        for i in range(0, len(parts), PARTS_PER_APPEND):
-            group = parts[i : i + PARTS_PER_APPEND]
-            await self._store.append(_log(name, log), group, index=i, expires_at=expires_at)
-
-    async def _read(self, name: str, log: str) -> bytes:
-        found: list[bytes] = []
-        while parts := await self._store.read(_log(name, log), len(found)):
-            found += parts
-        return b"".join(found)
-
-    async def _size(self, name: str, log: str) -> int:
-        size = start = 0
-        while parts := await self._store.read(_log(name, log), start):
-            size, start = size + sum(map(len, parts)), start + len(parts)
-        return size
+    async def _put_gone(self, name: str, owner: str, expect: int | None) -> None:
+        value, expires_at = msgspec.json.encode(Kept(ended=True, gone=True)), time.time() + times.RESPONSE_LOOSE_S
+        try:
+            await self._store.put(RESPONSES, name, value, owner=owner, expect=expect, expires_at=expires_at)
+        except Full:  # nor is there for whoever is still at it
+            await self._store.delete(RESPONSES, name, expect=expect)
 
     async def _there(self, name: str, log: str) -> bytes:
         """Raises PagodaError NOT_FOUND where it has expired, a little before the record does."""
-        if data := await self._read(name, log):
+        if data := await self._logs.read(log):
             return data
         raise not_found(name)
 
@@ -292,22 +386,11 @@ class KeptResponses:
         return time.time() + self._keep_s
 
 
-def not_found(name: str) -> PagodaError:
-    return PagodaError(ErrorCode.NOT_FOUND, f"there is no response {name[:64]!a}")
+def _read(record: Record) -> Kept:
+    """Raises Unreadable."""
+    return decoded(record.key, record.value, Kept)
 
 
-def _groups(parts: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """As many as may be appended at once."""
-    group, room = list[bytes](), MAX_APPEND_BYTES
-    for part in parts:
-        if group and (len(group) == PAGE or len(part) > room):
-            yield group
-            group, room = [], MAX_APPEND_BYTES
-        group.append(part)
-        room -= len(part)
-    if group:
-        yield group
-
-
-def _log(name: str, log: str) -> str:
-    return f"response/{name}/{log}"
+def _logs_of_begun(name: str) -> set[str]:
+    """Those of one in the background that have one writer."""
+    return {log_of(name, kind) for kind in (ITEMS, JOB, EVENTS, LARGE, OUTPUT)}

@@ -250,9 +250,9 @@ class Other:
         kept = self.gateway.context.responses
         try:
             async with asyncio.timeout(60):
-                while not (await kept.find(name, ""))[1].ended:  # noqa: ASYNC110
+                while not (found := (await kept.find(name, ""))[1]).ended:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            yield json.loads(await kept.response(name))
+            yield json.loads(await kept.response(name, found))
         finally:
             await self.background.aclose()
 
@@ -368,8 +368,9 @@ async def test_its_end_is_not_disturbed_by_who_cancels_it_again(tmp_path: Path) 
     await asyncio.sleep(0)
     store.go.set()
     await asyncio.gather(*cancels)
-    assert (await kept.find(name, ""))[1].ended
-    assert json.loads(await kept.response(name))["status"] == "cancelled"
+    _, found = await kept.find(name, "")
+    assert found.ended
+    assert json.loads(await kept.response(name, found))["status"] == "cancelled"
     await background.aclose()
 
 

@@ -8,7 +8,8 @@ from contextlib import suppress
 import pytest
 
 from pagoda_gateway.store.interface import MAX_PART_BYTES, Conflict
-from pagoda_gateway.store.responses import PAGE, KeptResponses
+from pagoda_gateway.store.response_logs import PAGE, new_content
+from pagoda_gateway.store.responses import KeptResponses
 from pagoda_gateway.store.room import Held
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -45,15 +46,17 @@ async def test_one_that_is_told_again_is_kept_once_whatever_its_first_gateway_ha
     await store.append(f"response/{NAME}/items", [b"[1"])
     for response in (b"{}", b"other"):
         await kept.finished(NAME, "me", b"[]", response)
-    assert (await kept.items(NAME), await kept.response(NAME)) == ([], b"{}")
+    _, found = await kept.find(NAME, "me")
+    assert (await kept.items(NAME, found), await kept.response(NAME, found)) == ([], b"{}")
 
 
 async def test_what_is_left_of_one_that_expires_is_not_found(store: SqliteStore) -> None:
     kept = KeptResponses(store, 3600.0)
     await kept.finished(NAME, "me", b"[]", b"{}")
-    for log in ("items", "object"):
-        await store.drop(f"response/{NAME}/{log}")
-    for reading in (kept.items(NAME), kept.response(NAME), kept.conversation(NAME, "me")):
+    _, found = await kept.find(NAME, "me")
+    for log in found.logs(NAME):
+        await store.drop(log)
+    for reading in (kept.items(NAME, found), kept.response(NAME, found), kept.conversation(NAME, "me")):
         with pytest.raises(PagodaError) as caught:
             await reading
         assert caught.value.code is ErrorCode.NOT_FOUND
@@ -82,7 +85,6 @@ async def test_the_oldest_that_ended_make_room_and_others_stay(store: SqliteStor
         await kept.finished(name_of(number), "me", b"[]", b"r" * 98)
     assert await there(kept, 8) == [0, 5, 6, 7], "what runs is forgotten by nobody"
     assert await there(kept, 8, "other") == [1]
-    assert await store.length(f"response/{name_of(4)}/object") == 0
     assert await kept.held_by("me") == Held(4, 400)
 
 
@@ -112,5 +114,5 @@ async def test_events_of_one_that_ran_in_the_background_count(store: SqliteStore
     await kept.begin(NAME, "me", b"[]", b"{}", streamed=True)
     await kept.add_events(NAME, [event(1, 50), event(2, 70)], 0)
     record, begun = await kept.find(NAME, "me")
-    await kept.end(record, begun, b"{}")
+    await kept.end(record, begun, b"{}", new_content())
     assert await kept.held_by("me") == Held(1, len(event(1, 50)) + len(event(2, 70)) + 6)
