@@ -190,6 +190,7 @@ class KeptResponses:
         num_bytes = kept.num_bytes + len(response) + told
         ended = msgspec.structs.replace(kept, ended=True, num_bytes=num_bytes, reserved=0, content=content)
         await self._keep(name, record.owner, ended, {ended.object_log(name): response}, record)
+        self._room.freed(record.owner, kept.held.minus(ended.held))
         await self.close(name)
 
     async def close(self, name: str) -> None:
@@ -210,8 +211,10 @@ class KeptResponses:
             return
 
     async def delete(self, name: str, owner: str) -> None:
-        while not await self._let_go_of(*await self.find(name, owner), for_good=True):
-            pass
+        record, kept = await self.find(name, owner)
+        while not await self._let_go_of(record, kept, for_good=True):
+            record, kept = await self.find(name, owner)
+        self._room.freed(owner, kept.held)
 
     async def bury(self, name: str, owner: str) -> None:
         """One that is listed, and has no record: none comes any more, and what is left of it goes."""
@@ -292,7 +295,7 @@ class KeptResponses:
             for record, kept in going:
                 if await self._let_go_of(record, kept, for_good=False):
                     gone = gone.plus(kept.held)
-        return gone, 0.0 if needed.within(room) else times.TICKET_RESTS_S
+        return gone, 0.0 if needed.within(room) else times.TICKETS_FRESH_S
 
     async def _oldest_first(self, owner: str) -> AsyncIterator[tuple[Record, Kept]]:
         """What cannot be read counts as one that takes nothing, and stays."""

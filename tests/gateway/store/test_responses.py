@@ -12,6 +12,7 @@ from pagoda_gateway.store.response_logs import PAGE, new_content
 from pagoda_gateway.store.responses import KeptResponses
 from pagoda_gateway.store.room import Held
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 NAME = f"resp_{'0' * 32}"
@@ -116,3 +117,19 @@ async def test_events_of_one_that_ran_in_the_background_count(store: SqliteStore
     record, begun = await kept.find(NAME, "me")
     await kept.end(record, begun, b"{}", new_content())
     assert await kept.held_by("me") == Held(1, len(event(1, 50)) + len(event(2, 70)) + 6)
+
+
+@pytest.mark.parametrize("end", ["ended", "deleted"])
+async def test_who_is_refused_has_room_as_soon_as_one_has_ended_or_is_gone(store: SqliteStore, end: str) -> None:
+    kept = KeptResponses(store, 3600.0, Held(2, 10**6))
+    for number in range(2):
+        await kept.begin(name_of(number), "me", b"[]", b"{}", streamed=False)
+    with pytest.raises(PagodaError) as caught:
+        await kept.finished(name_of(2), "me", b"[]", b"{}")
+    assert 1.0 <= (caught.value.retry_after_s or 0.0) <= times.TICKETS_FRESH_S
+    if end == "deleted":
+        await kept.delete(name_of(0), "me")
+    else:
+        await kept.end(*await kept.find(name_of(0), "me"), b"{}", "content")
+    await kept.finished(name_of(2), "me", b"[]", b"{}")
+    assert await there(kept, 3) == [1, 2]
