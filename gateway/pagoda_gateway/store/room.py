@@ -86,11 +86,6 @@ class Room:
         self._clock = clock
         self._tenants: dict[str, Tenant] = {}
 
-    async def take(self, owner: str, num_bytes: int, number: int = 1) -> None:
-        """For what is as good as written. Raises PagodaError as `taking`."""
-        async with self.taking(owner, num_bytes, number):
-            pass
-
     @asynccontextmanager
     async def taking(self, owner: str, num_bytes: int, number: int = 1) -> AsyncIterator[None]:
         """Room for what is written meanwhile. After a Conflict it was not; after any other error it may have been.

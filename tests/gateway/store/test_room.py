@@ -58,9 +58,15 @@ async def fill(
     return found
 
 
+async def take(room: Room, num_bytes: int, number: int = 1) -> None:
+    """Of what is as good as written."""
+    async with room.taking("", num_bytes, number):
+        pass
+
+
 async def refused(room: Room, num_bytes: int = 1) -> PagodaError:
     with pytest.raises(PagodaError) as caught:
-        await room.take("", num_bytes)
+        await take(room, num_bytes)
     return caught.value
 
 
@@ -69,7 +75,7 @@ async def test_the_oldest_go_and_with_them_all_that_there_is_of_them() -> None:
         kept = KeptTickets(store, KEPT_S)
         await fill(kept, 4)
         await store.append("ticket/old0/answer", [b"answer"], index=0)
-        await Room(kept, 4, 10**9).take("", 1)
+        await take(Room(kept, 4, 10**9), 1)
         await kept.aclose()
         assert [await kept.find(f"stream_old{i}", "") is None for i in range(4)] == [True, False, False, False]
         assert await store.get(JOBS, "old0") is None
@@ -140,7 +146,7 @@ async def test_who_is_refused_looks_again_when_something_is_gone() -> None:
             await other.delete(found)
         await refused(room)
         room.freed("", await kept.delete(mine))
-        await room.take("", 1)
+        await take(room, 1)
 
 
 async def test_nothing_goes_for_what_is_gone_already() -> None:
@@ -150,7 +156,7 @@ async def test_nothing_goes_for_what_is_gone_already() -> None:
         room = Room(kept, 10, 10**9)
         await fill(kept, 5)
         for i in range(8):
-            await room.take("", 7)
+            await take(room, 7)
             (found,) = await fill(kept, 1, f"new{i}_")
             await other.delete(found)
         assert await kept.held_by("") == Held(5, 35)
@@ -183,9 +189,9 @@ async def test_what_is_known_to_be_gone_is_not_counted_for(end: str) -> None:
             if end == "deleted":
                 room.freed("", await kept.forget(found))
                 room.freed("", await kept.forget(found))
-        await room.take("", 1)
+        await take(room, 1)
         assert store.calls["page"] == 1
-        await room.take("", 1)
+        await take(room, 1)
         assert store.calls["page"] == 2, "and nothing is taken for gone twice"
 
 
@@ -209,7 +215,7 @@ async def test_what_its_writer_left_is_there_or_is_not(written: bool) -> None:
         if written:
             assert (await refused(room)).code is ErrorCode.RATE_LIMITED
         else:
-            await room.take("", 7)
+            await take(room, 7)
 
 
 async def test_one_that_was_begun_anew_meanwhile_is_not_deleted() -> None:
@@ -241,12 +247,12 @@ async def test_who_leaves_in_the_midst_of_it_leaves_no_answers_behind() -> None:
             await asyncio.Event().wait()
 
         store.before_delete = for_long
-        taking = asyncio.create_task(room.take("", 1))
+        taking = asyncio.create_task(take(room, 1))
         await deleting.wait()
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)
         async with asyncio.timeout(60):
-            await room.take("", 1)
+            await take(room, 1)
         await kept.aclose()
         logs = [i for i in range(8) if await raw.length(f"ticket/old{i}/answer")]
         assert len(logs) == (await kept.held_by("")).number == 3
@@ -256,14 +262,14 @@ async def test_those_who_wait_for_a_store_that_hangs_can_leave() -> None:
     store = FlakyStore()
     room = Room(KeptTickets(store, KEPT_S), 4, 10**9)
     store.answers.clear()
-    takes = [asyncio.create_task(room.take("", 1)) for _ in range(3)]
+    takes = [asyncio.create_task(take(room, 1)) for _ in range(3)]
     await store.asked.wait()
-    for take in takes:
-        take.cancel()
+    for taking in takes:
+        taking.cancel()
     await asyncio.gather(*takes, return_exceptions=True)
     store.answers.set()
     async with asyncio.timeout(60):
-        await room.take("", 1)
+        await take(room, 1)
     await store.aclose()
 
 
@@ -276,7 +282,7 @@ async def test_two_gateways_make_room_at_the_same_time(tmp_path: Path, kind: str
         rooms = [Room(kept, 100, 10**9) for kept in kepts]
 
         async def ask(i: int) -> None:
-            await rooms[i % 2].take("", 5)
+            await take(rooms[i % 2], 5)
             await kepts[i % 2].begin(
                 f"stream_n{i}", "", Ticket(digest="", path="", job_id=f"n{i}", num_bytes=5), b"job"
             )
@@ -295,7 +301,7 @@ async def test_beyond_the_number_an_answer_still_has_room() -> None:
     kept = KeptTickets(store, KEPT_S)
     await fill(kept, 4, ago_s=0.0)
     room = Room(kept, 2, 10**9)
-    await room.take("", 100, number=0)
+    await take(room, 100, number=0)
     assert (await refused(room)).code is ErrorCode.RATE_LIMITED
     await store.aclose()
 
@@ -307,6 +313,6 @@ async def test_what_its_gateway_left_without_a_word_makes_room(monkeypatch: pyte
         await kept.claim(left[0].name, "who runs it", 10**6)
         later = time.time() + times.TICKET_LEASE_S + 1
         monkeypatch.setattr(time, "time", lambda: later)
-        await Room(kept, 3, 10**9).take("", 1)
+        await take(Room(kept, 3, 10**9), 1)
         found = [await kept.find(one.name, "") for one in left]
         assert [one is not None for one in found] == [True, False, True]
