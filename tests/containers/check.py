@@ -85,11 +85,13 @@ class Compose:
         file = ROOT / "docker-compose.yml"
         self._command = ["docker", "compose"]
         if subprocess.run([*self._command, "version"], capture_output=True, check=False).returncode != 0:
-            # The first generation knows no name on the top level; it says nothing else differently.
+            # The first generation knows no name on the top level, and no file that may be missing.
             self._command = ["docker-compose"]
             shipped = file.read_text()
-            file = scratch / "docker-compose.yml"
-            file.write_text(shipped.replace("\nname: pagoda\n", "\n"))
+            options, file = scratch / "pagoda.env", scratch / "docker-compose.yml"
+            options.write_text("PAGODA_WORKERS_HERE=3\n")
+            optional = "[{path: pagoda.env, required: false}]"
+            file.write_text(shipped.replace("\nname: pagoda\n", "\n").replace(optional, f"[{options}]"))
         self._command += ["-p", PROJECT, "-f", str(file), "--project-directory", str(ROOT)]
 
     @property
