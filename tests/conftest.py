@@ -22,8 +22,8 @@ from tests.examples import THOROUGH
 from pagoda_worker.kernels.cpu import build as building
 from pagoda_worker.library_choice import choose_libraries
 
-# Hypothesis imports this in the midst of a test, and pytest parses what it imports. CPython before 3.11.8 and 3.12.2 may
-# fail to while a collection of garbage runs Python code (gh-106905), as Hypothesis has it do by then.
+# Hypothesis imports this in the midst of a test, and pytest parses what it imports. CPython before 3.11.8 and 3.12.2
+# may fail to while a collection of garbage runs Python code (gh-106905), as Hypothesis has it do by then.
 importlib.import_module("hypothesis.internal.conjecture.optimiser")
 
 # Triton decides when it is first imported, by whomever, whether its kernels are interpreted; see --device.
