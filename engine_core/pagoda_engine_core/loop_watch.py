@@ -13,8 +13,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
+from pagoda_proto.health.sign_file import SignFile
 from pagoda_proto.times import LOOP_STUCK_S, StallGuard
 
 log = logging.getLogger(__name__)
@@ -42,34 +42,12 @@ class LoopWatch:
         return now - self._changed_at > self._stuck_s
 
 
-class AliveFile:
-    """Is touched while both loops come round. What an earlier life left is removed first. "" is none.
-
-    Raises ValueError for one that cannot be made.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = Path(path) if path else None
-        if self._path is not None:
-            try:
-                self._path.touch()
-                self._path.unlink()
-            except OSError as error:
-                raise ValueError(f"alive_file: {error}") from error
-
-    async def keep(self, alive: Callable[[], bool]) -> None:
-        if self._path is None:
-            return
-        told = False
-        while True:
-            if alive():
-                try:
-                    await asyncio.to_thread(self._path.touch)  # a disk may hang
-                except OSError as error:
-                    if not told:
-                        log.warning("alive_file cannot be touched: %s", error)
-                    told = True
-            await asyncio.sleep(TOUCH_S)
+async def keep_touching(file: SignFile, alive: Callable[[], bool]) -> None:
+    """While both loops come round."""
+    while True:
+        if alive():
+            await asyncio.to_thread(file.touch)  # a disk may hang
+        await asyncio.sleep(TOUCH_S)
 
 
 async def end_when_stuck(passed_at: Callable[[], float], stuck_s: float = LOOP_STUCK_S) -> None:

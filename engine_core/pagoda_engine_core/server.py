@@ -22,7 +22,7 @@ from prometheus_client import start_http_server
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
-from pagoda_engine_core.loop_watch import AliveFile, end_when_stuck
+from pagoda_engine_core.loop_watch import end_when_stuck, keep_touching
 from pagoda_engine_core.metrics import Metrics
 from pagoda_engine_core.sessions.admin import AdminService
 from pagoda_engine_core.sessions.session import EngineService, LoadBoard
@@ -30,7 +30,8 @@ from pagoda_engine_core.workers import endpoints
 from pagoda_engine_core.workers.zmq_executor import ZmqExecutor
 from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
-from pagoda_proto.keys import DAY_S, TlsKeys, load_tls
+from pagoda_proto.health.sign_file import SignFile
+from pagoda_proto.keys import TlsKeys, load_tls
 from pagoda_proto.records import Load
 from pagoda_proto.times import HAND_BACK_S, SESSION_PING_S, SESSION_PONG_S, SESSIONS_END_S, THREAD_ENDS_S
 
@@ -74,7 +75,7 @@ async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> No
         metrics = Metrics()
         boot_id = secrets.token_hex(8)
         keys = load_tls(config.keys_dir) if config.keys_dir and not config.listen.startswith("unix:") else None
-        alive_file = AliveFile(config.alive_file)
+        alive_file = SignFile("alive_file", config.alive_file)
         path = endpoints.prepare(config.listen, file_scheme="unix:", tcp_scheme="", keyed=keys is not None)
         executor = ZmqExecutor(config, boot_id)
         engine = EngineCore(config, executor, engine_id=boot_id, observer=metrics)
@@ -88,10 +89,11 @@ async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> No
         loop_thread.start()
         await _start_task(board.run(), stack)
         await _start_task(end_when_stuck(lambda: engine.passed_at), stack)
-        await _start_task(alive_file.keep(lambda: engine.alive), stack)
+        if config.alive_file:
+            await _start_task(keep_touching(alive_file, lambda: engine.alive), stack)
         if keys is not None:
             metrics.certificate(keys.term.not_after)
-            await _start_task(tell_of_the_end(keys), stack)
+            await _start_task(keys.tell_of_the_end(log), stack)
         await stop.wait()
         await _drain(engine, config.drain_timeout_s)
         await _hand_back(engine, board)
@@ -221,14 +223,6 @@ async def _start_task(coroutine: Coroutine[Any, Any, None], stack: AsyncExitStac
         await asyncio.gather(task, return_exceptions=True)
 
     stack.push_async_callback(end)
-
-
-async def tell_of_the_end(keys: TlsKeys) -> None:
-    """Of certificates, while it is near: at start, and then daily."""
-    while True:
-        if warning := keys.warning(time.time()):
-            log.warning("%s", warning)
-        await asyncio.sleep(DAY_S)
 
 
 async def _drain(engine: EngineCore, timeout_s: float) -> None:

@@ -39,7 +39,7 @@ from pagoda_gateway.text.model_text import ModelText
 from pagoda_gateway.tickets.tickets import WAYS, Tickets
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
-from pagoda_proto.keys import DAY_S, TlsKeys
+from pagoda_proto.keys import TlsKeys
 
 Report = Callable[[dict[str, object]], None]
 
@@ -83,10 +83,9 @@ async def serve(
         server = HttpServer(uvicorn_config(app, config, guard))
         parts.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         return_large_blocks()
-        telling = [
-            asyncio.create_task(parts.tell_who_may_ask(listener, report), name="who-may-ask"),
-            asyncio.create_task(tell_of_the_end(parts.keys), name="certificate"),
-        ]
+        telling = [asyncio.create_task(parts.tell_who_may_ask(listener, report), name="who-may-ask")]
+        if parts.keys is not None:
+            telling.append(asyncio.create_task(parts.keys.tell_of_the_end(logger), name="certificate"))
         try:
             await _run(server, listener, config, report, stop, parts)
         finally:
@@ -186,14 +185,6 @@ async def _learn_who_may_ask(gate: Gate) -> None:
                 logger.warning("nobody is served until the store answers: API keys cannot be looked up")
             told = True
             await asyncio.sleep(error.retry_after_s or times.STORE_REST_S)
-
-
-async def tell_of_the_end(keys: TlsKeys | None) -> None:
-    """Of the links' certificates, while it is near: at start, and then daily."""
-    while keys is not None:
-        if warning := keys.warning(time.time()):
-            logger.warning("%s", warning)
-        await asyncio.sleep(DAY_S)
 
 
 def load_text(config: GatewayConfig) -> ModelText:

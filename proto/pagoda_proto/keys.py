@@ -11,6 +11,8 @@ in, or of any of several that `ca.crt` holds. ZMQ between engine core and worker
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import ssl
 import time
@@ -57,6 +59,13 @@ class TlsKeys(NamedTuple):
             return None
         end = f"its certificate ends on {_date(self.term.not_after)}, and from then on no link is made"
         return self.term.problem(now) or f"{self.term.file}: {end}"
+
+    async def tell_of_the_end(self, log: logging.Logger) -> None:
+        """While it is near: at start, and then daily."""
+        while True:
+            if warning := self.warning(time.time()):
+                log.warning("%s", warning)
+            await asyncio.sleep(DAY_S)
 
 
 class CurveKeys(NamedTuple):

@@ -3,11 +3,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_engine_core.loop_watch import LOOK_S, AliveFile, LoopWatch
+from pagoda_engine_core.loop_watch import LOOK_S, LoopWatch, keep_touching
+from pagoda_proto.health.sign_file import SignFile
 
 
 def look_for(watch: LoopWatch, now: float, seconds: float, rounds: float) -> tuple[bool, float]:
@@ -41,16 +41,13 @@ def test_whoever_comes_round_between_looks_is_never_stuck(looks: list[tuple[floa
 
 
 async def test_the_file_is_touched_while_the_loop_lives_and_no_more(tmp_path: Path) -> None:
-    path, looks = tmp_path / "alive", asyncio.Semaphore(0)
-    path.touch()
-    file, alive = AliveFile(str(path)), True
-    assert not path.exists()  # that was an earlier life's
+    path, looks, alive = tmp_path / "alive", asyncio.Semaphore(0), True
 
     def looked() -> bool:
         looks.release()
         return alive
 
-    keeping = asyncio.create_task(file.keep(looked))
+    keeping = asyncio.create_task(keep_touching(SignFile("alive_file", str(path)), looked))
     for _ in range(2):
         await looks.acquire()
     assert path.exists()
@@ -61,27 +58,4 @@ async def test_the_file_is_touched_while_the_loop_lives_and_no_more(tmp_path: Pa
     for _ in range(2):
         await looks.acquire()
     assert not path.exists()
-    keeping.cancel()
-
-
-def test_a_file_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^alive_file: .*No such file"):
-        AliveFile(str(tmp_path / "missing" / "alive"))
-
-
-async def test_a_file_that_can_no_longer_be_touched_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "place").mkdir()
-    file, looks = AliveFile(str(tmp_path / "place" / "alive")), asyncio.Semaphore(0)
-    (tmp_path / "place").rmdir()
-
-    def looked() -> bool:
-        looks.release()
-        return True
-
-    keeping = asyncio.create_task(file.keep(looked))
-    for _ in range(3):
-        await looks.acquire()
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["alive_file cannot be touched"]
     keeping.cancel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from pagoda.tools.keygen import generate
+from pagoda_proto import keys
 from pagoda_proto.keys import DAY_S, WARNED_S, KeyFileError, load_tls
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
@@ -92,3 +95,16 @@ def test_a_warning_comes_a_month_before_the_end_and_goes_on_behind_it(gateway: s
     assert keys.warning(END - WARNED_S - 1) is None
     assert "gateway/tls.crt: its certificate ends on 2030-04-11 00:00 UTC" in (keys.warning(END - WARNED_S) or "")
     assert "ended on 2030-04-11" in (keys.warning(END + 1) or "")
+
+
+async def test_an_end_that_is_near_is_told_every_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    generate(tmp_path, 29)
+    monkeypatch.setattr(keys, "DAY_S", 0.0)
+    telling = asyncio.create_task(load_tls(str(tmp_path / "gateway")).tell_of_the_end(logging.getLogger("tier")))
+    async with asyncio.timeout(60):
+        while len(caplog.records) < 3:  # noqa: ASYNC110 - a log has no event
+            await asyncio.sleep(0)
+    telling.cancel()
+    assert {"its certificate ends on" in record.getMessage() for record in caplog.records} == {True}

@@ -11,45 +11,52 @@ from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 
+class Besieged:
+    """Answers of a store that knows `mine` at once, and of keys that nobody made tells when it is let; as many ask for
+    such as may."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.state = "active"
+        self.answers = Answers(self._ask, lambda: self.now)
+        self._let = asyncio.Event()
+        self._strangers: list[asyncio.Task[str | None]] = []
+
+    async def _ask(self, name: str) -> str | None:
+        if name == "mine":
+            return self.state
+        await self._let.wait()
+        return None
+
+    async def __aenter__(self) -> Besieged:
+        assert await self.answers.of("mine") == "active"
+        self._strangers = [asyncio.create_task(self.answers.of(f"made up {i}")) for i in range(MOST_ASKING)]
+        await asyncio.sleep(0)
+        return self
+
+    async def relieve(self) -> None:
+        self._let.set()
+        assert await asyncio.gather(*self._strangers) == [None] * MOST_ASKING
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.relieve()
+        await self.answers.aclose()
+
+
 async def test_strangers_keep_nobody_in_who_was_turned_out() -> None:
-    now, state, slow = 0.0, "active", asyncio.Event()
-
-    async def ask(name: str) -> str | None:
-        if name != "mine":
-            await slow.wait()
-        return state if name == "mine" else None
-
-    answers = Answers(ask, lambda: now)
-    assert await answers.of("mine") == "active"
-    strangers = [asyncio.create_task(answers.of(f"made up {i}")) for i in range(MOST_ASKING)]
-    await asyncio.sleep(0)
-    state = "revoked"
-    for now in (times.KEY_FRESH_S, times.KEY_FRESH_S + times.KEY_STALE_S):  # noqa: B007 - what the clock says
-        assert await answers.of("mine") == "revoked"
-    slow.set()
-    await asyncio.gather(*strangers)
-    await answers.aclose()
+    async with Besieged() as one:
+        one.state = "revoked"
+        for one.now in (times.KEY_FRESH_S, times.KEY_FRESH_S + times.KEY_STALE_S):
+            assert await one.answers.of("mine") == "revoked"
 
 
 async def test_strangers_turn_nobody_away_who_is_known() -> None:
-    now, slow = 0.0, asyncio.Event()
-
-    async def ask(name: str) -> str | None:
-        if name != "good":
-            await slow.wait()
-        return name if name == "good" else None
-
-    answers = Answers(ask, lambda: now)
-    assert await answers.of("good") == "good"
-    strangers = [asyncio.create_task(answers.of(f"made up {i}")) for i in range(MOST_ASKING)]
-    await asyncio.sleep(0)
-    now = times.KEY_FRESH_S + 1
-    assert await answers.of("good") == "good"
-    with pytest.raises(PagodaError) as caught:
-        await answers.of("one more")
-    assert caught.value.code is ErrorCode.OVERLOADED
-    slow.set()
-    assert await asyncio.gather(*strangers) == [None] * MOST_ASKING
-    now += times.KEY_STALE_S
-    assert await answers.of("good") == "good", "asked about again"
-    await answers.aclose()
+    async with Besieged() as one:
+        one.now = times.KEY_FRESH_S + 1
+        assert await one.answers.of("mine") == "active"
+        with pytest.raises(PagodaError) as caught:
+            await one.answers.of("one more")
+        assert caught.value.code is ErrorCode.OVERLOADED
+        await one.relieve()
+        one.now += times.KEY_STALE_S
+        assert await one.answers.of("mine") == "active", "asked about again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from enum import StrEnum
 from typing import Any
 
@@ -38,6 +39,16 @@ class Breaking:
 
     def mend(self) -> None:
         self.num_calls, self.at, self.broken = 0, -1, False
+
+    async def during(self, work: Coroutine[Any, Any, Any], number: int, how: How) -> tuple[Any, bool]:
+        """What becomes of work that breaks off at that call: its result or failure, and whether it came so far."""
+        task = asyncio.ensure_future(work)
+        self.leave = task.cancel  # type: ignore[method-assign]
+        self.break_at(number, how)
+        (said,) = await asyncio.gather(task, return_exceptions=True)
+        broken = self.broken
+        self.mend()
+        return said, broken
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self._store, name)

@@ -175,13 +175,8 @@ async def test_whatever_breaks_off_leaves_nothing_half(
     for number in itertools.count(1):
         name, kept = new_name(), KeptResponses(store, 3600.0)
         await before(kept, name)
-        task = asyncio.ensure_future(step(kept, name))
-        store.leave = task.cancel  # type: ignore[method-assign]
-        store.break_at(number, how)
-        with suppress(PagodaError, Killed, asyncio.CancelledError):
-            await task
-        broken = store.broken
-        store.mend()
+        said, broken = await store.during(step(kept, name), number, how)
+        assert not isinstance(said, BaseException) or isinstance(said, PagodaError | Killed | asyncio.CancelledError)
         monkeypatch.setattr(times, "RESPONSE_LOOSE_S", 0.0)
         if before is not lose_content:
             await assert_sound(store)
@@ -204,12 +199,7 @@ async def test_who_could_not_begin_leaves_nothing_that_runs(store: Breaking, how
     """At once, without anybody who sweeps."""
     for number in itertools.count(1):
         name, kept = new_name(), KeptResponses(store, 3600.0)
-        task = asyncio.ensure_future(begin(kept, name))
-        store.leave = task.cancel  # type: ignore[method-assign]
-        store.break_at(number, how)
-        (failed,) = await asyncio.gather(task, return_exceptions=True)
-        broken = store.broken
-        store.mend()
+        failed, broken = await store.during(begin(kept, name), number, how)
         if not broken:
             assert failed is None
             return

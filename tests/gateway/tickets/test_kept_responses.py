@@ -111,12 +111,7 @@ async def test_whenever_its_beginning_breaks_off_a_key_stands_for_one_response(
     for number in itertools.count(1):
         store = Breaking(SqliteStore(MEMORY))
         async with running(tmp_path / str(number), kept_in=cast(Store, store)) as gateway:
-            first = asyncio.create_task(post(gateway, ask))
-            store.leave = first.cancel  # type: ignore[method-assign]
-            store.break_at(number, how)
-            (said,) = await asyncio.gather(first, return_exceptions=True)
-            broken = store.broken
-            store.mend()
+            said, broken = await store.during(post(gateway, ask), number, how)
             gateway.background.start()
             again = await post(gateway, ask)
             assert again.status_code == 200, again.text

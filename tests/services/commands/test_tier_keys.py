@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 import subprocess
@@ -10,15 +9,11 @@ import sys
 import urllib.request
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from pagoda.processes.exit_codes import EXIT_CONFIG
 from pagoda.tools.keygen import generate
-from pagoda_engine_core import server as engine_core
-from pagoda_gateway import server as gateway
-from pagoda_proto.keys import load_tls
 
 WORDS = {
     "engine-core": ("--listen=127.0.0.1:0", "--worker-endpoint=tcp://127.0.0.1:0"),
@@ -89,17 +84,3 @@ def test_an_end_that_is_near_is_told_at_start_and_in_a_metric(role: str, tmp_pat
         finally:
             tier.send_signal(signal.SIGTERM)
             tier.communicate()
-
-
-@pytest.mark.parametrize("tier", [engine_core, gateway])
-async def test_an_end_that_is_near_is_told_every_day(
-    tier: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    generate(tmp_path, 29)
-    monkeypatch.setattr(tier, "DAY_S", 0.0)
-    telling = asyncio.create_task(tier.tell_of_the_end(load_tls(str(tmp_path / "gateway"))))
-    async with asyncio.timeout(60):
-        while len(caplog.records) < 3:  # noqa: ASYNC110 - a log has no event
-            await asyncio.sleep(0)
-    telling.cancel()
-    assert {"its certificate ends on" in record.getMessage() for record in caplog.records} == {True}

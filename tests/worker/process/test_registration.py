@@ -14,11 +14,10 @@ from tests.worker.fakes_model import FakeModel, fake_runner
 
 from pagoda_proto.steps import PROTOCOL_VERSION, Beat, Hello, Refused, StepResult, Versions, Welcome
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.process.control import Progress
+from pagoda_worker.process.control import NO_SIGNS, Progress
 from pagoda_worker.process.departure import Departure
 from pagoda_worker.process.loop import Identity
 from pagoda_worker.process.registration import Registration
-from pagoda_worker.process.signs import Signs
 from pagoda_worker.process.wire import Link as WireLink
 
 pytestmark = pytest.mark.slow
@@ -113,7 +112,7 @@ def test_a_worker_speaks_with_an_engine_core_of_the_version_before_in_that_one(e
     wire = WireLink(engine.endpoint, "w-1", spoken=Versions(PROTOCOL_VERSION - 1, PROTOCOL_VERSION))
     hello = Identity.of_this_process("w-1").hello(fake_runner(FakeModel()).facts)
     departure = Departure(threading.Event(), 0.0)
-    with zmq.Context() as context, Registration(context, wire, hello, Progress(), departure, Signs()) as registration:
+    with zmq.Context() as context, Registration(context, wire, hello, Progress(), departure, NO_SIGNS) as registration:
         asking = ThreadPoolExecutor().submit(engine.admit)
         welcome = registration.ask(WAIT_S, lambda: False)
         assert isinstance(welcome, Welcome)

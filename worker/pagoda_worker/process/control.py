@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 from pagoda_proto import times
 from pagoda_proto.channel import Envelope, FrameError, decode_to_worker
+from pagoda_proto.health.sign_file import SignFile
 from pagoda_proto.steps import Beat, BeatAck, Drain, Refused, ResetWorker, Welcome
+from pagoda_worker.config import WorkerConfig
 from pagoda_worker.process.departure import Departure
-from pagoda_worker.process.signs import Signs
 from pagoda_worker.process.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,22 @@ class Progress:
     def beat(self, now: float, leaving: bool = False) -> Beat:
         since = self.busy_since
         return Beat(busy_s=0.0 if since is None else now - since, rss_bytes=_rss_bytes(), leaving=leaving)
+
+
+class Signs(NamedTuple):
+    """`alive` while this process works, whether or not an engine core knows it: starting it anew would bring no engine
+    core back. `ready` at every acknowledged beat."""
+
+    alive: SignFile
+    ready: SignFile
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> Signs:
+        """Before the model is loaded. Raises ValueError for a file that cannot be made."""
+        return cls(SignFile("alive_file", config.alive_file), SignFile("ready_file", config.ready_file))
+
+
+NO_SIGNS = Signs(SignFile("alive_file", ""), SignFile("ready_file", ""))
 
 
 class StuckWatch:
@@ -171,7 +188,7 @@ class Control:
             standing = self._membership.standing(now)
             leaving = self._departure.announced
             if now >= next_sign:
-                self._signs.alive()
+                self._signs.alive.touch()
                 next_sign = now + times.BEAT_S
             if standing is not None and (now >= next_beat or leaving > announced):
                 wire.send(self._progress.beat(now, leaving), *standing)
@@ -204,7 +221,7 @@ class Control:
                 self._membership.lose(standing, f"refused: {message.reason}")
             case BeatAck() if envelope.epoch:
                 if self._membership.heard(standing, time.monotonic()):
-                    self._signs.ready()
+                    self._signs.ready.touch()
             case Drain() if envelope.epoch:
                 self._departure.dismiss()
             case ResetWorker() if envelope.epoch:

@@ -37,10 +37,9 @@ from pagoda_proto.steps import (
     Welcome,
 )
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.process.control import Progress
+from pagoda_worker.process.control import NO_SIGNS, Progress, Signs
 from pagoda_worker.process.departure import Departure
 from pagoda_worker.process.registration import POLL_S, Registration
-from pagoda_worker.process.signs import Signs
 from pagoda_worker.process.step_budget import MIN_TOKENS, StepBudget
 from pagoda_worker.process.wire import local_or_encrypted
 from pagoda_worker.step.pending import Pending
@@ -106,7 +105,7 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
         RuntimeError: the model failed on its first token, or the device is lost.
     """
     local_or_encrypted(config.engine, Identity.of_this_process(config.worker_id).worker_id, config.keys_dir)
-    Signs(config.alive_file, config.ready_file).clear()
+    signs = Signs.of(config)
     # Model code takes long to import; a bad address is told before.
     from pagoda_worker.process.models import kept_s
     from pagoda_worker.process.startup import load_runner
@@ -124,7 +123,7 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
         return
     start_s = time.monotonic() - started
     report({"event": "loaded", "seconds": start_s, "num_blocks": runner.facts.num_blocks})
-    serve(runner, config, report, stop, start_s)
+    serve(runner, config, report, stop, start_s, signs)
 
 
 def load_for_forks(config: WorkerConfig, report: Report) -> None:
@@ -150,7 +149,12 @@ def _telling(report: Report, stop: threading.Event) -> Callable[[int, int], None
 
 
 def serve(
-    runner: ModelRunner, config: WorkerConfig, report: Report, stop: threading.Event, start_s: float = 0.0
+    runner: ModelRunner,
+    config: WorkerConfig,
+    report: Report,
+    stop: threading.Event,
+    start_s: float = 0.0,
+    signs: Signs = NO_SIGNS,
 ) -> None:
     """Serve the engine core at `config.engine` until it has no use for this worker, or `stop` is set: see `run`.
 
@@ -162,7 +166,6 @@ def serve(
     identity = Identity.of_this_process(config.worker_id, start_s)
     link = local_or_encrypted(config.engine, identity.worker_id, config.keys_dir)
     progress, departure = Progress(), Departure(stop, config.drain_timeout_s)
-    signs = Signs(config.alive_file, config.ready_file)
     with zmq.Context(io_threads=1) as context:
 
         def connect(hello: Hello) -> Registration:

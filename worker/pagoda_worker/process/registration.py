@@ -17,9 +17,8 @@ import zmq
 
 from pagoda_proto.channel import FrameError, decode_to_worker
 from pagoda_proto.steps import Hello, Message, Refused, ToWorker, Welcome
-from pagoda_worker.process.control import Control, Membership, Progress, Standing
+from pagoda_worker.process.control import Control, Membership, Progress, Signs, Standing
 from pagoda_worker.process.departure import Departure
-from pagoda_worker.process.signs import Signs
 from pagoda_worker.process.wire import Link, Wire
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""How whoever cannot ask a process finds out that it is well."""
