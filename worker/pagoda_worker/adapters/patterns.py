@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import TypeGuard, TypeVar
 
 from pagoda_proto.adapters.files import AdapterError
 from pagoda_worker.checkpoints import expressions
 
 MAX_NAMES = 4096  # in a list
 
+T = TypeVar("T")
 Matches = Callable[[str], bool]
 
 
@@ -38,7 +40,7 @@ def by_name(field: str, value: object) -> Matches:
     raise AdapterError(f"{field}: must be a list of names or a regular expression, got {value!r:.100}")
 
 
-def by_pattern(field: str, value: object, check: Callable[[object], bool]) -> Callable[[str], object | None]:
+def by_pattern(field: str, value: object, check: Callable[[object], TypeGuard[T]]) -> Callable[[str], T | None]:
     """What `rank_pattern` or `alpha_pattern` says of a name: the value of the first key that its end matches.
 
     Raises:

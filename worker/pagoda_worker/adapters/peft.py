@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from pagoda_proto.adapters.files import AdapterError
 from pagoda_worker.adapters.patterns import MAX_NAMES, Matches, by_name, by_pattern
@@ -67,11 +67,11 @@ def read_peft(config: Mapping[str, Any]) -> PeftConfig:
 
     def rank_of(name: str) -> int:
         found = ranks(name)
-        return rank if found is None else int(found)  # type: ignore[call-overload, no-any-return]
+        return rank if found is None else found
 
     def scale_of(name: str) -> float:
         found = alphas(name)
-        own = float(alpha if found is None else found)  # type: ignore[arg-type]
+        own = float(alpha if found is None else found)
         return own / (math.sqrt(rank_of(name)) if rooted else rank_of(name))
 
     linear = config.get("target_modules") == ALL_LINEAR
@@ -134,9 +134,9 @@ def _flag(config: Mapping[str, Any], field: str) -> bool:
     return value
 
 
-def _is_rank(value: object) -> bool:
+def _is_rank(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
-def _is_alpha(value: object) -> bool:
+def _is_alpha(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e6

@@ -106,9 +106,11 @@ class PromptLookup:
         return state.length.now if state.distance else 0
 
     def _state(self, row: Row) -> tuple[RowDrafts, NgramIndex]:
-        if row.drafts is None or row.drafts.index is None:
-            row.drafts = RowDrafts(DraftLength(self._max_drafts), NgramIndex())
-        return row.drafts, row.drafts.index  # type: ignore[return-value]
+        if row.drafts is not None and row.drafts.index is not None:
+            return row.drafts, row.drafts.index
+        index = NgramIndex()
+        row.drafts = RowDrafts(DraftLength(self._max_drafts), index)
+        return row.drafts, index
 
 
 class DraftModel:

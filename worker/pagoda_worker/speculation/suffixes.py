@@ -57,9 +57,11 @@ class SuffixLookup:
 
     def _state(self, row: Row) -> tuple[RowDrafts, NgramIndex]:
         """A row that was computed before, here or elsewhere, has only what it says from now on remembered."""
-        if row.drafts is None or row.drafts.index is None:
-            row.drafts = RowDrafts(DraftLength(self._max_drafts), NgramIndex(), text=Text(len(row.tokens)))
-        return row.drafts, row.drafts.index  # type: ignore[return-value]
+        if row.drafts is not None and row.drafts.index is not None:
+            return row.drafts, row.drafts.index
+        index = NgramIndex()
+        row.drafts = RowDrafts(DraftLength(self._max_drafts), index, text=Text(len(row.tokens)))
+        return row.drafts, index
 
 
 def guessed(tokens: Ids, index: NgramIndex, outputs: Outputs | None, now: int, most: int) -> list[int]:

@@ -16,7 +16,7 @@ class NamedBody:
     """`begin` name `body` {..} `end`.
 
     `numbered`: a colon and a number follow the name, and `id_begin` with both is the call's id.
-    What stands between the name and `body_mark`, the last word of `body`, is not looked at.
+    What stands between the name and the last word of `body` is not looked at.
     """
 
     begin: str = ""
