@@ -32,13 +32,9 @@ class HttpServer(uvicorn.Server):
         self.listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        with contextlib.ExitStack() as held:
-            # Loops close what they are given, and whoever holds the socket, too, would go on to let connections in.
-            listeners = [held.enter_context(listener.dup()) for listener in sockets or ()]
-            for server in self.servers:
-                server.close()
-            for listener in listeners:
-                listening.end(listener)
+        # Before loops close what they are given, and in one step with that: nobody accepts in between.
+        for listener in sockets or ():
+            listening.end(listener)
         await super().shutdown(sockets)
 
     @contextlib.contextmanager

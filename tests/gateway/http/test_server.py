@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Callable
 
 import pytest
 import uvloop
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.gateway.http_fakes import limited, parse
 
 from pagoda_gateway.config import GatewayConfig
@@ -17,8 +18,10 @@ from pagoda_gateway.http.listening import bind
 from pagoda_gateway.http.protocol import ConnectionGuard
 from pagoda_gateway.http.server import HttpServer, uvicorn_config
 
+LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+
+@LOOPS
 def test_during_the_drain_who_comes_is_refused_and_who_is_there_is_served(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
@@ -27,6 +30,37 @@ def test_during_the_drain_who_comes_is_refused_and_who_is_there_is_served(
         with held.dup() as next_one:
             next_one.listen()
             socket.create_connection(held.getsockname()).close()
+
+
+@LOOPS
+def test_who_has_no_file_left_to_open_leaves_in_order(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """As when more connections came than it may have files."""
+    with bind("127.0.0.1", 0) as held, asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_left_without_files(held.dup()))
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(held.getsockname())
+
+
+async def _left_without_files(listener: socket.socket) -> None:
+    server = _server(nothing)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await server.listening.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))  # of those that are open none is lost
+    try:
+        server.should_exit = True
+        await serving
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    """Nobody asks."""
+
+
+def _server(app: ASGIApp) -> HttpServer:
+    config = GatewayConfig()
+    return HttpServer(uvicorn_config(limited(app, config), config, ConnectionGuard(config, lambda: None)))
 
 
 async def _drained(held: socket.socket, listener: socket.socket) -> tuple[int, bytes]:
@@ -39,8 +73,7 @@ async def _drained(held: socket.socket, listener: socket.socket) -> tuple[int, b
         await go_on.wait()
         await send({"type": "http.response.body", "body": b"cd", "more_body": False})
 
-    config = GatewayConfig()
-    server = HttpServer(uvicorn_config(limited(stream, config), config, ConnectionGuard(config, lambda: None)))
+    server = _server(stream)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await server.listening.wait()
     reader, writer = await asyncio.open_connection(*held.getsockname())
