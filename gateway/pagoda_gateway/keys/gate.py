@@ -83,8 +83,8 @@ class Gate:
 
     @property
     def knows(self) -> bool:
-        """Whether it can let anybody in: it needs no store, or the store has answered once."""
-        return self._auth == Auth.NONE or bool(self._options) or self._locks.began or self._keys.began
+        """Whether it can let anybody in: it needs no store, or the store has said once whether there are keys."""
+        return self._auth == Auth.NONE or bool(self._options) or self._locks.began
 
     async def learn(self) -> None:
         """Ask the store, where it has to be. Raises PagodaError where it does not answer."""

@@ -99,6 +99,18 @@ async def test_where_nobody_knows_whether_there_are_keys_nobody_may_ask(world: W
     assert await ask(one) == NOBODY
 
 
+async def test_that_a_key_was_looked_up_does_not_say_whether_there_are_any(world: World) -> None:
+    """As for what was begun with it before: then it can still not be known who may ask, and must be asked for."""
+    key, _ = await world.register.create(NewKey(name="n"))
+    one = world.gate()
+    await one.grant_of(key.id)
+    assert not one.knows
+    await one.learn()
+    assert one.knows
+    world.store.gone = True
+    assert not await one.is_open()
+
+
 async def test_keys_of_options_need_no_store(world: World) -> None:
     world.store.gone = True
     one = world.gate(client=f"{OPTION},another-of-them", admin="key-of-the-admin")
