@@ -2,7 +2,7 @@
 
 There is nothing in a line that clients write but the request's id, whose form is checked: routes and methods are those
 that there are, and the error's words, which may repeat what was asked, are left out. Errors cost nothing to ask for, so
-there are only so many lines a minute, for strangers and for known callers apart; the next one says how many are left
+there are only so many lines a minute, for strangers and for holders of keys apart; the next one says how many are left
 out before it.
 """
 
@@ -29,7 +29,7 @@ class FailureLog:
         self._routes = routes
         self._on = on
         self._now = now
-        self._room = {known: Bucket(LINES_PER_MINUTE, now()) for known in (False, True)}
+        self._room = {has_key: Bucket(LINES_PER_MINUTE, now()) for has_key in (False, True)}
         self._left_out = 0
 
     def answered(self, scope: Mapping[str, Any], status: int | None, request_id: str, route: str) -> None:
@@ -37,7 +37,8 @@ class FailureLog:
         code = scope["state"].get(FAILURE)
         if code is None or not self._on:
             return
-        room, now = self._room["caller" in scope["state"]], self._now()
+        caller = scope["state"].get("caller")  # strangers are callers, too, where no key is asked for
+        room, now = self._room[caller is not None and caller.tenant != ""], self._now()
         if room.wait_s(1.0, now):
             self._left_out += 1
             return

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from pagoda_gateway.api.errors import error_response
+from pagoda_gateway.clients import Caller
 from pagoda_gateway.http import failure_log
 from pagoda_gateway.http.failure_log import FailureLog
 from pagoda_proto.errors import ErrorCode, PagodaError
 
+HOLDER = Caller("address", tenant="key")
 ROUTES = frozenset({"/v1/models"})
 
 
@@ -39,7 +41,7 @@ def test_a_line_has_names_and_numbers(caplog: pytest.LogCaptureFixture) -> None:
     told = Told(caplog)
     told.answer(ErrorCode.NOT_FOUND)
     told.answer(None)
-    told.answer(ErrorCode.OVERLOADED, caller="c")
+    told.answer(ErrorCode.OVERLOADED, caller=HOLDER)
     assert told.lines == [
         "failed request_id=req-1 status=404 error=not_found method=GET route=/v1/models",
         "failed request_id=req-1 status=503 error=overloaded method=GET route=/v1/models",
@@ -57,10 +59,11 @@ def test_sec_31_strangers_fill_the_log_no_faster_than_a_bound_and_take_no_line_f
 ) -> None:
     monkeypatch.setattr(failure_log, "LINES_PER_MINUTE", 6)
     told = Told(caplog)
-    for _ in range(100):
+    for _ in range(50):
         told.answer(ErrorCode.INVALID_API_KEY)
+        told.answer(ErrorCode.METHOD_NOT_ALLOWED, "/health", "POST", caller=Caller("address"))
     assert len(told.lines) == 6
-    told.answer(ErrorCode.NOT_FOUND, caller="c")
+    told.answer(ErrorCode.NOT_FOUND, caller=HOLDER)
     assert told.lines[6].endswith(" lines_left_out=94")
     told.now += 10.0
     told.answer(ErrorCode.INVALID_API_KEY)
