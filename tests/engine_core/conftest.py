@@ -6,9 +6,19 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tests.engine_core.bench import Bench
 from tests.engine_core.fake_worker import FakeWorker, make_hello
 from tests.engine_core.served import Server
 from tests.fakes import FakeRunner
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """It has one worker, of epoch 1."""
+    bench = Bench()
+    bench.executor.join(1, make_hello())
+    bench.settle()
+    return bench
 
 
 @pytest.fixture

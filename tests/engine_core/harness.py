@@ -34,6 +34,13 @@ from pagoda_proto.steps import Decodes, KVGroup, NewRow, StepPlan, StepResult, T
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
+def causes(delta: Delta | None) -> dict[str, float]:
+    """What the ending says that its request waited for, in seconds by cause."""
+    assert delta is not None
+    assert delta.ledger is not None
+    return {entry.cause: entry.seconds for entry in delta.ledger}
+
+
 class Client:
     """What arrived for one request."""
 

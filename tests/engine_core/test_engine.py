@@ -25,14 +25,6 @@ from pagoda_proto.steps import Drain, ResetWorker, StepPlan, StepResult
 from pagoda_proto.times import NO_WORKER_WAIT_S, WORKER_DRAINS_S
 
 
-@pytest.fixture
-def bench() -> Bench:
-    bench = Bench()
-    bench.executor.join(1, make_hello())
-    bench.settle()
-    return bench
-
-
 def test_a_request_runs_to_its_one_ending(bench: Bench) -> None:
     record = make_record(max_tokens=12)
     bench.submit(record)

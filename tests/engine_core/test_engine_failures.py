@@ -15,14 +15,6 @@ from pagoda_proto.records import FinishReason, RequestRecord
 from pagoda_proto.steps import ResetWorker, StepResult
 
 
-@pytest.fixture
-def bench() -> Bench:
-    bench = Bench()
-    bench.executor.join(1, make_hello())
-    bench.settle()
-    return bench
-
-
 def check_it_lost_a_life_and_nobody_a_token(bench: Bench, record: RequestRecord) -> None:
     assert (1, ResetWorker()) in bench.executor.sent
     bench.executor.plans.clear()

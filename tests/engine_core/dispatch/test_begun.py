@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from tests.engine_core.bench import Bench
 from tests.engine_core.fake_worker import make_hello
 from tests.fakes import make_record, reference_tokens
@@ -9,14 +8,6 @@ from pagoda_engine_core.workers.executor import LeaveCause, WorkerLeft
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import Begun, PriorOutput, RequestRecord
 from pagoda_proto.times import NO_WORKER_WAIT_S
-
-
-@pytest.fixture
-def bench() -> Bench:
-    bench = Bench()
-    bench.executor.join(1, make_hello())
-    bench.settle()
-    return bench
 
 
 def begin(bench: Bench, record: RequestRecord) -> Begun:

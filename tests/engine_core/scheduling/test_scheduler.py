@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.engine_core.harness import Harness
+from tests.engine_core.harness import Harness, causes
 from tests.fakes import FakeModel, make_record, reference_tokens
 
 from pagoda_engine_core.scheduling import plan
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, FinishReason, PriorOutput
+from pagoda_proto.records import FinishReason, PriorOutput
 from pagoda_proto.steps import AppendBlocks, Chunk, RowError, RowOutput, StepResult, TopLogprobs
 
 PROMPT = list(range(10, 20))
-
-
-def causes(delta: Delta | None) -> dict[str, float]:
-    assert delta is not None
-    assert delta.ledger is not None
-    return {entry.cause: entry.seconds for entry in delta.ledger}
 
 
 # --- the chase -------------------------------------------------------------------------------------------------------

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine_core.harness import Harness
+from tests.engine_core.harness import Harness, causes
 from tests.fakes import make_record
 
 from pagoda_engine_core.scheduling.blocks import BrokenInvariant
 from pagoda_engine_core.scheduling.request import ChoiceState
-from pagoda_proto.records import Delta, FinishReason, PriorOutput
+from pagoda_proto.records import FinishReason, PriorOutput
 from pagoda_proto.steps import ReplaceBlock
 
 PROMPT = list(range(10, 20))
-
-
-def causes(delta: Delta | None) -> dict[str, float]:
-    assert delta is not None
-    assert delta.ledger is not None
-    return {entry.cause: entry.seconds for entry in delta.ledger}
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
