@@ -7,6 +7,7 @@ uvicorn has no limit for any of these. `GuardedProtocol` adds timers and counter
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 MAX_REQUEST_LINE_BYTES = 8192
 CLOCK_SLACK_S = 0.05  # a loop's timers may be early by its clock's resolution
+
+_errors_only = logging.getLogger(f"{__name__}.errors")
+_errors_only.setLevel(logging.ERROR)  # a stranger's nonsense makes no line for each
 
 
 class Kept(Protocol):
@@ -88,6 +92,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *, guard: ConnectionGuard, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.logger = _errors_only
         self.asked = False
         self._guard = guard
         self._entered = False

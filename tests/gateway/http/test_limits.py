@@ -140,6 +140,11 @@ async def test_one_request(http: Running, echo: Echo, data: bytes, status: int, 
     assert (await talk(http.port, get("/", CLOSE)))[0] == 200
 
 
+async def test_sec_31_nonsense_makes_no_line_of_log(http: Running, caplog: pytest.LogCaptureFixture) -> None:
+    assert (await talk(http.port, b"nonsense\r\n\r\n"))[0] == 400
+    assert caplog.records == []
+
+
 async def test_head_that_never_ends_is_bounded(http: Running, echo: Echo) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     writer.write(b"GET / HTTP/1.1\r\nx: ")
