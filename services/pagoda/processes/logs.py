@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -35,8 +36,9 @@ class JsonFormatter(logging.Formatter):
 
 def as_entry(process_name: str, line: str) -> str:
     """What a process wrote itself, or a library of it, as one JSON object; an entry as it is."""
-    if line.startswith("{"):
-        return line
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(json.loads(line), dict):
+            return line
     record = logging.LogRecord(OUTPUT, logging.INFO, "", 0, line, None, None)
     return JsonFormatter(process_name).format(record)
 
@@ -49,5 +51,6 @@ def setup(process_name: str, level: str, as_json: bool) -> None:
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(as_json)
     for name in QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -8,8 +10,8 @@ from pagoda.processes import startup
 from pagoda.processes.logs import as_entry
 
 
-def test_a_line_of_a_library_is_an_entry_of_its_process() -> None:
-    line = 'E0000 handshake failed: "no" \x1b[31m'
+@pytest.mark.parametrize("line", ['E0000 handshake failed: "no" \x1b[31m', "{'a': 1}", "{", '{"a": 1} and more', "1"])
+def test_a_line_of_a_library_is_an_entry_of_its_process(line: str) -> None:
     entry = json.loads(as_entry("worker-1", line))
     assert (entry["process"], entry["level"], entry["message"]) == ("worker-1", "info", line)
     assert set(entry) == {"time", "level", "process", "logger", "message"}
@@ -31,3 +33,13 @@ def test_a_log_for_machines_has_nothing_else(
     assert out == ""
     assert json.loads(err.splitlines()[0])["process"] == "worker-1"
     assert [record.getMessage() for record in caplog.records] == ["Pagoda serves it at there (ready in 1.0 s)"]
+
+
+def test_a_warning_of_a_library_is_an_entry() -> None:
+    program = "import warnings; from pagoda.processes import logs; logs.setup('worker-1', 'info', True)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; warnings.warn('is old', UserWarning)"], capture_output=True, check=True
+    )
+    (entry,) = map(json.loads, done.stderr.splitlines())
+    assert (entry["process"], entry["level"]) == ("worker-1", "warning")
+    assert "is old" in entry["message"]
