@@ -6,10 +6,12 @@ import asyncio
 import copy
 import functools
 import itertools
+import json
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
@@ -291,6 +293,38 @@ class Gateway:
 
 def make_gateway(root: Path, script: Script | None = None, kept_in: Store | None = None, **config: object) -> Gateway:
     return Gateway(write_model_dir(root / "model"), script or play([]), kept_in, **config)
+
+
+def saying(
+    root: Path, *texts: str, batch: int = 1, reason: FinishReason = FinishReason.LENGTH, **config: object
+) -> Gateway:
+    """One whose engine answers every prompt with these texts; see `play`."""
+    gateway = make_gateway(root, **config)
+    gateway.engine.script = play(*(gateway.ids(text) for text in texts), batch=batch, reason=reason)
+    return gateway
+
+
+saying_all = functools.partial(saying, reason=FinishReason.STOP)
+"""The model ends where it has said that."""
+
+
+async def call_app(
+    gateway: Gateway, path: str, body: dict[str, Any], send: Send, left: asyncio.Event | None = None
+) -> None:
+    """Call the app as a server does, with a client that leaves when `left` is set."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await (left or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "state": {}}
+    scope |= {"http_version": "1.1", "scheme": "http", "raw_path": path.encode(), "root_path": "", "asgi": {}}
+    async with asyncio.timeout(60):
+        await gateway.asgi(scope, receive, send)
 
 
 async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = NOBODY) -> RequestRecord:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.examples import few
-from tests.gateway.fakes_engine import MODEL, Gateway, breaking, failing, make_gateway, play
+from tests.gateway.fakes_engine import MODEL, Gateway, breaking, call_app, failing, make_gateway, play, saying
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import FinishReason
@@ -21,14 +21,6 @@ PATH = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-def saying(
-    root: Path, *texts: str, batch: int = 1, reason: FinishReason = FinishReason.LENGTH, **config: object
-) -> Gateway:
-    gateway = make_gateway(root, **config)
-    gateway.engine.script = play(*(gateway.ids(text) for text in texts), batch=batch, reason=reason)
-    return gateway
 
 
 async def post(gateway: Gateway, **fields: Any) -> dict[str, Any]:
@@ -365,26 +357,9 @@ async def test_silence_is_pinged(tmp_path: Path) -> None:
         if received.count(b": ping\n\n") == 3:
             released.set()
 
-    await call_app(gateway, ASK | {"stream": True}, send)
+    await call_app(gateway, PATH, ASK | {"stream": True}, send)
     assert received.startswith(b": ping\n\n" * 3)
     assert received.endswith(b"data: [DONE]\n\n")
-
-
-async def call_app(gateway: Gateway, body: dict[str, Any], send: Any, left: asyncio.Event | None = None) -> None:
-    """Call the app as a server does, with a client that leaves when `left` is set."""
-    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await (left or asyncio.Event()).wait()
-        return {"type": "http.disconnect"}
-
-    headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": PATH, "headers": headers, "query_string": b"", "state": {}}
-    scope |= {"http_version": "1.1", "scheme": "http", "raw_path": PATH.encode(), "root_path": "", "asgi": {}}
-    async with asyncio.timeout(10):
-        await gateway.app(scope, receive, send)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -402,7 +377,7 @@ async def test_a_client_that_leaves_ends_its_generation(tmp_path: Path, stream: 
     async def send(message: dict[str, Any]) -> None:
         pass
 
-    serving = asyncio.create_task(call_app(gateway, ASK | {"stream": stream}, send, left))
+    serving = asyncio.create_task(call_app(gateway, PATH, ASK | {"stream": stream}, send, left))
     await gateway.engine.submitted.wait()
     await gateway.engine.generations[0].waiting.wait()
     left.set()
@@ -417,7 +392,7 @@ async def test_many_ready_tokens_are_written_at_once(tmp_path: Path) -> None:
     async def send(message: dict[str, Any]) -> None:
         writes.append(message.get("body", b""))
 
-    await call_app(gateway, ASK | {"stream": True}, send)
+    await call_app(gateway, PATH, ASK | {"stream": True}, send)
     assert len([data for data in writes if data]) == 2  # role, text and ending; [DONE]
 
 

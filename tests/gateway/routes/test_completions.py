@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gateway.fakes_engine import MODEL, Batch, Gateway, breaking, failing, make_gateway, play
+from tests.gateway.fakes_engine import MODEL, Batch, Gateway, breaking, failing, make_gateway, play, saying
 from tests.gateway.model_dir import byte_fallback_tokenizer, write_model_dir
 from tests.gateway.routes.test_chat import sdk
 
@@ -15,12 +15,6 @@ from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import RequestRecord
 
 PATH = "/v1/completions"
-
-
-def saying(root: Path, *texts: str, **config: object) -> Gateway:
-    gateway = make_gateway(root, **config)
-    gateway.engine.script = play(*(gateway.ids(text) for text in texts))
-    return gateway
 
 
 async def post(gateway: Gateway, **fields: Any) -> dict[str, Any]:

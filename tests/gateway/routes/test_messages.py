@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.examples import few
-from tests.gateway.fakes_engine import MODEL, Gateway, breaking, failing, make_gateway, play
+from tests.gateway.fakes_engine import MODEL, Gateway, breaking, call_app, failing, make_gateway, play
+from tests.gateway.fakes_engine import saying_all as saying
 from tests.gateway.model_dir import MAX_MODEL_LEN
 
 from pagoda_proto.errors import ErrorCode
@@ -23,12 +24,6 @@ USER = {"role": "user", "content": "hello"}
 ASK: dict[str, Any] = {"model": MODEL, "max_tokens": 100, "messages": [USER]}
 TOOL = {"name": "add", "description": "sums", "input_schema": {"type": "object", "properties": {}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-def saying(root: Path, text: str, batch: int = 1, reason: FinishReason = FinishReason.STOP, **config: Any) -> Gateway:
-    gateway = make_gateway(root, **config)
-    gateway.engine.script = play(gateway.ids(text), batch=batch, reason=reason)
-    return gateway
 
 
 async def post(gateway: Gateway, path: str = PATH, **fields: Any) -> dict[str, Any]:
@@ -434,23 +429,6 @@ async def test_a_failure_in_mid_stream_is_an_event_and_the_last_one(tmp_path: Pa
     assert gateway.engine.generations[0].closed.is_set()
 
 
-async def call_app(gateway: Gateway, body: dict[str, Any], send: Any, left: asyncio.Event | None = None) -> None:
-    """Call the app as a server does, with a client that leaves when `left` is set."""
-    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await (left or asyncio.Event()).wait()
-        return {"type": "http.disconnect"}
-
-    headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": PATH, "headers": headers, "query_string": b"", "state": {}}
-    scope |= {"http_version": "1.1", "scheme": "http", "raw_path": PATH.encode(), "root_path": "", "asgi": {}}
-    async with asyncio.timeout(60):
-        await gateway.asgi(scope, receive, send)
-
-
 async def test_silence_is_pinged_by_an_event(tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path, ping_interval_s=0.1)
     released = asyncio.Event()
@@ -464,7 +442,7 @@ async def test_silence_is_pinged_by_an_event(tmp_path: Path) -> None:
         if received.count(b"event: ping\n") == 3:
             released.set()
 
-    await call_app(gateway, ASK | {"stream": True}, send)
+    await call_app(gateway, PATH, ASK | {"stream": True}, send)
     first, *_, last = events_of(received.decode())
     assert (first, last) == ({"type": "ping"}, {"type": "message_stop"})
 
@@ -480,7 +458,7 @@ async def test_a_client_that_leaves_ends_its_generation(tmp_path: Path, streamed
     async def send(message: dict[str, Any]) -> None:
         pass
 
-    serving = asyncio.create_task(call_app(gateway, ASK | {"stream": streamed}, send, left))
+    serving = asyncio.create_task(call_app(gateway, PATH, ASK | {"stream": streamed}, send, left))
     await gateway.engine.submitted.wait()
     await gateway.engine.generations[0].waiting.wait()
     left.set()

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from anthropic.types import Message, MessageParam, ToolParam
 from tests.gateway.fakes_engine import MODEL, Gateway, breaking, failing, make_gateway, play
+from tests.gateway.fakes_engine import saying_all as saying
 from tests.gateway.http_fakes import Running, running_http, talk
 from tests.gateway.model_dir import CHAT_TEMPLATE, write_model_dir
 
@@ -31,12 +32,6 @@ TOOL: ToolParam = {"name": "add", "description": "sums", "input_schema": {"type"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": ["é"]}}\n</tool_call>'
 HELLO: list[MessageParam] = [{"role": "user", "content": "hello"}]
 ASK: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "messages": HELLO}
-
-
-def saying(root: Path, text: str, reason: FinishReason = FinishReason.STOP, **config: Any) -> Gateway:
-    gateway = make_gateway(root, **config)
-    gateway.engine.script = play(gateway.ids(text), reason=reason)
-    return gateway
 
 
 def kind_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:

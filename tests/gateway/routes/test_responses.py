@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.examples import few
 from tests.gateway.fakes_engine import MODEL, Gateway, breaking, failing, make_gateway, play
+from tests.gateway.fakes_engine import saying_all as saying
 
 from pagoda_gateway.api.responses_answers import DeletedResponse, InputItems, ResponseAnswer
 from pagoda_proto.errors import ErrorCode
@@ -20,12 +21,6 @@ from pagoda_proto.records import FinishReason
 PATH = "/v1/responses"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
-
-
-def saying(root: Path, text: str, batch: int = 1, reason: FinishReason = FinishReason.STOP, **config: Any) -> Gateway:
-    gateway = make_gateway(root, **config)
-    gateway.engine.script = play(gateway.ids(text), batch=batch, reason=reason)
-    return gateway
 
 
 async def post(gateway: Gateway, **fields: Any) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any
 import openai
 import pytest
 from tests.gateway.fakes_engine import MODEL, Gateway
+from tests.gateway.fakes_engine import saying_all as saying
 from tests.gateway.routes.test_messages_client import serving
-from tests.gateway.routes.test_responses import CALL, TOOL, saying
+from tests.gateway.routes.test_responses import CALL, TOOL
 
 from pagoda_proto.records import FinishReason
 
