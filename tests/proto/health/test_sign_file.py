@@ -27,6 +27,15 @@ def test_one_that_cannot_be_made_is_told_by_its_option(tmp_path: Path) -> None:
         SignFile("ready_file", str(tmp_path / "missing" / "ready"))
 
 
+def test_what_nobody_left_as_a_sign_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    for other in (path, tmp_path):
+        with pytest.raises(ValueError, match=r"^alive_file: .* is no empty file"):
+            SignFile("alive_file", str(other))
+    assert path.read_text() == "{}"
+
+
 def test_one_that_can_no_longer_be_touched_is_told_once_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
