@@ -31,7 +31,7 @@ COMMANDS = {
     "chat": Command("pagoda.commands.chat", "talk to a running server"),
     "complete": Command("pagoda.commands.complete", "let a running server continue a text"),
     "replay": Command("pagoda.commands.replay", "compute a finished request again and say whether it is the same"),
-    "bench": Command("pagoda.bench.command", "measure a running server, or offline throughput"),
+    "bench": Command("pagoda.bench.command", "measure a running server, the offline engine, a start or the kernels"),
     "config": Command("pagoda.commands.config", "show or check the settings and where each value comes from"),
     "keys": Command("pagoda.commands.keys", "make, list and revoke API keys"),
     "workers": Command("pagoda.commands.workers", "list workers, ask one to leave, while they serve"),
