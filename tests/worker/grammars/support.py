@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import numpy as np
 from llguidance import LLTokenizer
 from tests.gateway.model_dir import EOS, SPECIALS, byte_level_tokenizer
 
-import pagoda
-from pagoda_gateway.text.model_text import ModelText
 from pagoda_worker.grammars.compiling import CompiledGrammars
 from pagoda_worker.grammars.matching import Matcher
 
 NONE = np.empty(0, np.int64)
-DEMO = Path(pagoda.__file__).parent / "demo_model"
 
 
 @functools.cache
@@ -51,8 +47,3 @@ def allowed(matcher: Matcher, vocab_size: int | None = None) -> set[int]:
     assert (np.diff(mask.ids) > 0).all()
     listed = set(mask.ids.tolist())
     return listed if mask.keeps else set(range(vocab_size or small_tokenizer().vocab_size)) - listed
-
-
-@functools.cache
-def demo_text() -> ModelText:
-    return ModelText.load(DEMO)
