@@ -12,11 +12,17 @@ from pagoda_worker.kernels.cpu.native import NativeOps
 
 
 @pytest.fixture(scope="module", params=levels())
-def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
+def library(request: pytest.FixtureRequest) -> Iterator[Library]:
+    """The C++ library at every level."""
+    opened = Library([-1, -1], request.param)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def ops(library: Library) -> NativeOps:
     """The C++ back end at every level."""
-    library = Library([-1, -1], request.param)
-    yield NativeOps(library)
-    library.close()
+    return NativeOps(library)
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda one: f"{one[0]}-{one[1]}".replace("torch.", ""))

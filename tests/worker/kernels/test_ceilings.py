@@ -6,24 +6,15 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from tests.worker.kernels.levels import levels
 
 from pagoda_worker.kernels.cpu import build as building
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.ceilings import CeilingProbe
 from pagoda_worker.kernels.roofline import Ceilings
-
-
-@pytest.fixture(scope="module", params=levels())
-def library(request: pytest.FixtureRequest) -> Iterator[lib.Library]:
-    opened = lib.Library([-1, -1], level=request.param)
-    yield opened
-    opened.close()
 
 
 @pytest.mark.parametrize("words", [64, 3 * 2**17, 2**17 + 64])

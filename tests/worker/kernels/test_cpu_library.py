@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,6 @@ from pagoda_worker.kernels.ops import BackendError
 
 BF16_NAN = 0x7FC0
 BF16 = (16, 16, 0, 0)  # the form of weights that are not quantised
-
-
-@pytest.fixture(scope="module", params=levels())
-def library(request: pytest.FixtureRequest) -> Iterator[lib.Library]:
-    opened = lib.Library([-1, -1], level=request.param)
-    yield opened
-    opened.close()
 
 
 def run(library: lib.Library, operation: Operation, **step: object) -> None:

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from tests.worker.kernels.closeness import assert_close
 from tests.worker.models.harness import make_batch
 
 from pagoda_worker.kernels import aten
@@ -22,17 +23,8 @@ pytestmark = pytest.mark.usefixtures("inference")
 CPU = torch.device("cpu")
 BLOCK = 16
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# Largest difference from float64, relative to the largest value: rounding of the result, and for 16 bits of the
-# softmax weights.
-TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 
 tuned, reference = AtenOps(CPU), ReferenceOps(CPU)
-
-
-def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    assert got.shape == expected.shape
-    error = (got.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-3)
-    assert error < TOLERANCE[got.dtype], f"off by {float(error):.2g}"
 
 
 def fill(ops: AtenOps | ReferenceOps, dtype: torch.dtype, keys: torch.Tensor) -> KVCache:

@@ -41,13 +41,6 @@ SIZES = [1, 2, 15, 16, 17, 1000, 1023, 1024, 1025, 5000, 20_479, 151_936, 200_00
 V = 64  # of the parameters of `params_st`
 
 
-@pytest.fixture(scope="module", params=levels())
-def library(request: pytest.FixtureRequest) -> Iterator[Library]:
-    opened = Library([-1, -1], request.param)
-    yield opened
-    opened.close()
-
-
 Libraries = dict[str, Library]
 
 

@@ -6,15 +6,12 @@ A row's bits are its own: each is computed again beside other rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
-from tests.worker.kernels.levels import levels
+from tests.worker.kernels.backends import ops_of
+from tests.worker.kernels.closeness import assert_close
 
-from pagoda_worker.kernels.aten import AtenOps
-from pagoda_worker.kernels.cpu.library import Library
-from pagoda_worker.kernels.cpu.native import NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import ACTIVATIONS, HeadNorm, Ops, Rotation
 from pagoda_worker.kernels.reference import ReferenceOps
@@ -23,26 +20,12 @@ pytestmark = pytest.mark.usefixtures("inference")
 
 CPU = torch.device("cpu")
 reference = ReferenceOps(CPU)
-TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float32: 5e-6}
 ROWS = 37
-BACKENDS = [("torch", torch.bfloat16), ("torch", torch.float32), *((level, torch.bfloat16) for level in levels())]
 
 
-@cache
-def ops_of(name: str, dtype: torch.dtype) -> Ops:
-    return AtenOps(CPU, dtype) if name == "torch" else NativeOps(Library([-1, -1], name))
-
-
-@pytest.fixture(params=BACKENDS, ids=lambda one: f"{one[0]}-{one[1]}".replace("torch.", ""))
-def backend(request: pytest.FixtureRequest) -> tuple[Ops, torch.dtype]:
-    name, dtype = request.param
-    return ops_of(name, dtype), dtype
-
-
-def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    assert got.shape == expected.shape
-    error = (got.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-3)
-    assert error < TOLERANCE[got.dtype], f"off by {float(error):.2g}"
+@pytest.fixture
+def backend(backend: tuple[str, torch.dtype]) -> tuple[Ops, torch.dtype]:
+    return ops_of(*backend), backend[1]
 
 
 def assert_rows_are_their_own(whole: torch.Tensor, of_rows: Callable[[slice], torch.Tensor]) -> None:

@@ -19,18 +19,10 @@ from pagoda_worker.rows.batch import Batch
 CPU = torch.device("cpu")
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# As for the other back ends: see tests/worker/kernels/test_ops.py.
-TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 
 reference = ReferenceOps(CPU)
 walking = TritonOps(DEVICE, Tiles(low=16, high=64, fill=0))
 splitting = TritonOps(DEVICE, Tiles(low=16, high=64, fill=10**6))
-
-
-def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    assert got.shape == expected.shape
-    error = (got.cpu().double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-3)
-    assert error < TOLERANCE[got.dtype], f"off by {float(error):.2g}"
 
 
 def batch_of(rows: list[tuple[int, int, list[int]]], block_size: int) -> Batch:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.worker.kernels.closeness import assert_close
 from tests.worker.kernels.triton.support import (
     CPU,
     DEVICE,
     DTYPES,
-    assert_close,
     batch_of,
     moved,
     reference,

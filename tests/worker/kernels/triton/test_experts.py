@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.worker.kernels.triton.support import DEVICE, DTYPES, assert_close, assert_continues, reference
+from tests.worker.kernels.closeness import assert_close
+from tests.worker.kernels.triton.support import DEVICE, DTYPES, assert_continues, reference
 from triton.runtime.interpreter import InterpreterBuilder
 
 from pagoda_worker.kernels.ops import CLAMPED, Expert

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.worker.fakes_capturable import decoder_of
+from tests.worker.kernels.closeness import assert_close
 from tests.worker.kernels.triton.support import (
     DEVICE,
     DTYPES,
-    assert_close,
     batch_of,
     moved,
     reference,

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from tests.worker.kernels.closeness import assert_close
 from tests.worker.kernels.test_low_rank import CALLS, compare
-from tests.worker.kernels.triton.support import CPU, DEVICE, DTYPES, assert_close, reference, walking
+from tests.worker.kernels.triton.support import CPU, DEVICE, DTYPES, reference, walking
 
 from pagoda_worker.kernels.ops import Added, LowRank
 from pagoda_worker.kernels.triton import low_rank

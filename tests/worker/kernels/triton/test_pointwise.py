@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.worker.kernels.triton.support import DEVICE, DTYPES, assert_close, reference
+from tests.worker.kernels.closeness import assert_close
+from tests.worker.kernels.triton.support import DEVICE, DTYPES, reference
 from tests.worker.kernels.triton.support import walking as ops
 from triton.errors import TritonError
 
