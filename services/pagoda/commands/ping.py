@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 
 from pagoda.settings.numbers import number
@@ -53,7 +53,7 @@ def _ping_http(url: str, timeout_s: float) -> str | None:
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:
             return None if response.status == 200 else f"{url} answers {response.status}"
-    except (urllib.error.URLError, OSError) as error:
+    except (OSError, HTTPException) as error:
         return f"{url}: {error}"
 
 

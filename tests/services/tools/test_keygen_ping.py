@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -168,6 +169,22 @@ def test_ping_http_by_status() -> None:
         assert ping(f"{base}/ok") is None
         assert "503" in (ping(f"{base}/bad") or "")
         server.shutdown()
+
+
+def test_ping_http_of_what_speaks_no_http() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1024)
+                connection.sendall(b"nonsense\r\n\r\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert ping(url) == f"{url}: nonsense\r\n"
+        answering.join()
 
 
 def test_ping_refuses_other_schemes() -> None:
