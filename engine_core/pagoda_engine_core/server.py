@@ -158,8 +158,8 @@ async def _listen(
     listen: str, path: Path | None, keys: TlsKeys | None, engine: EngineCore, board: LoadBoard, stack: AsyncExitStack
 ) -> tuple[grpc.aio.Server, str]:
     server = grpc.aio.server(options=GRPC_OPTIONS)
-    pb_grpc.add_EngineServicer_to_server(EngineService(engine, board), server)  # type: ignore[no-untyped-call]
-    pb_grpc.add_AdminServicer_to_server(AdminService(engine), server)  # type: ignore[no-untyped-call]
+    pb_grpc.add_EngineServicer_to_server(EngineService(engine, board), server)
+    pb_grpc.add_AdminServicer_to_server(AdminService(engine), server)
     healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     address = _open_port(server, listen, keys)

@@ -116,7 +116,7 @@ class Session:
         """
         async with self._address.channel() as channel:
             self._channel = channel
-            call = EngineStub(channel).Session(metadata=METADATA)  # type: ignore[no-untyped-call]
+            call = EngineStub(channel).Session(metadata=METADATA)
             parts = (self._read(call, on_frame), self._write(call), self._watch())
             tasks = [asyncio.create_task(part, name="engine-session-part") for part in parts]
             try:
@@ -163,7 +163,7 @@ def _ending(task: asyncio.Task[None]) -> str:
 
 async def ask_report(channel: grpc.aio.Channel) -> EngineReport | None:
     """On the connection of its session; None where the engine core does not answer in time, or at all."""
-    admin = AdminStub(channel)  # type: ignore[no-untyped-call]
+    admin = AdminStub(channel)
     questions = ((admin.ListWorkers, pb.ListWorkersRequest()), (admin.GetStats, pb.GetStatsRequest()))
     calls = [asyncio.ensure_future(method(asked, timeout=times.REPORT_WAIT_S)) for method, asked in questions]
     try:

@@ -106,7 +106,7 @@ async def _each(addresses: Sequence[EngineAddress], method: str, request: Any) -
     async def ask(address: EngineAddress) -> Answer:
         async with address.channel() as channel:
             try:
-                call = getattr(AdminStub(channel), method)  # type: ignore[no-untyped-call]
+                call = getattr(AdminStub(channel), method)
                 return Answer(address.text, await call(request, timeout=CALL_S))
             except grpc.aio.AioRpcError as error:
                 return Answer(address.text, None, error)

@@ -23,11 +23,11 @@ class CudaFetch:
             for here, there in zip(self._host, tensors, strict=True):
                 here.copy_(there, non_blocking=True)
                 there.record_stream(copies)  # its memory is not given to a later tensor before the copy is made
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived = torch.cuda.Event()
             self._arrived.record(copies)
 
     def done(self) -> bool:
-        return bool(self._arrived.query())  # type: ignore[no-untyped-call]
+        return bool(self._arrived.query())
 
     def wait(self) -> Sequence[torch.Tensor]:
         self._arrived.synchronize()
@@ -40,8 +40,8 @@ class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         torch.cuda.set_device(device)
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._recording = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copies = torch.cuda.Stream(device)
+        self._recording = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def device_seconds(run: Callable[[], object]) -> float:
     ahead = torch.empty(4096, 4096, dtype=torch.bfloat16, device="cuda").normal_()
     product, rounds = torch.empty_like(ahead), []
     for _ in range(TIMED_ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(HEAD_START):
             torch.mm(ahead, ahead, out=product)
         begin.record()
