@@ -99,9 +99,7 @@ THREAD_ENDS_S = 3.0  # .. and the loop ends
 CHILD_BEAT_S = 1.0
 WATCH_S = 1.0  # the supervisor looks this often who was silent
 CHILD_SILENT_S = 10.0  # a child that did not beat for this long is replaced
-FIRST_WORD_S = (
-    60.0  # .. one that has never done so, for this long: reading its modules takes what the machine leaves it
-)
+FIRST_WORD_S = 60.0  # .. one that never did, for this long: it reads its modules in what time the machine leaves it
 WORKER_SILENT_S = 60.0  # loading may keep a worker's threads from running for long
 RESTART_FIRST_S = 0.1  # pause before a child that had worked is started again, doubling ..
 RESTART_MOST_S = 2.0  # .. up to this, less what its last life had lasted

@@ -29,6 +29,7 @@ from pagoda_worker.checkpoints.gguf import open_weights
 from pagoda_worker.checkpoints.reading import read_config
 from pagoda_worker.checkpoints.spec import DecoderSpec, MoeShape, as_spelled, both_ways, linear_layers
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device.available import GIB
 from pagoda_worker.device.devices import choose_device
 from pagoda_worker.grammars.compiling import NO_GRAMMARS, Grammars
 from pagoda_worker.kernels.choose import load_ops
@@ -46,7 +47,6 @@ from pagoda_worker.rows.slots import TokenSlots
 
 log = logging.getLogger(__name__)
 
-GIB = 1024**3
 CHOOSES_THE_CODE = {"architectures", "model_type"}  # harmless to whoever runs it, not to which code runs
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
