@@ -9,9 +9,11 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.test_house_rules import ROOT, name, python_files
+from tests.test_house_rules import PACKAGES, ROOT, name, python_files
 
 PLACES = ("bench", "demo", "deploy", "docs", "services", "tests")
+SOURCES = ("py", "h", "cpp", "proto")
+OTHERS_FILES = {"convert_hf_to_gguf.py"}  # llama.cpp's
 DOCUMENTS = [*ROOT.glob("*.md"), *(path for place in PLACES for path in (ROOT / place).rglob("*.md"))]
 NUMBERS = {
     "docs/security.md": [f"SEC-{number:02}" for number in range(1, 34)],
@@ -33,6 +35,25 @@ def test_links_lead_somewhere(document: Path) -> None:
         target = (document.parent / path).resolve() if path else document
         assert target.exists(), link
         assert not heading or heading in headings(target), link
+
+
+@functools.cache
+def source_files() -> list[str]:
+    found = (path for place in (*PACKAGES, *PLACES) for kind in SOURCES for path in (ROOT / place).rglob(f"*.{kind}"))
+    return [f"/{name(path)}" for path in found]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_files_of_code_that_are_named_are_there(document: Path) -> None:
+    """By their whole path or the end of it, where `...` may stand for what is between."""
+    told = re.findall(r"`([^`\n]+)`", document.read_text(encoding="utf-8"))
+    named = {path for words in told for path in re.findall(rf"[\w./-]+\.(?:{'|'.join(SOURCES)})\b", words)}
+    missing = [path for path in named - OTHERS_FILES if not _is_there(path)]
+    assert not missing
+
+
+def _is_there(path: str) -> bool:
+    return bool(fnmatch.filter(source_files(), f"*/{path.replace('...', '*')}"))
 
 
 def rows(document: str) -> list[tuple[str, str, str, str]]:
