@@ -11,6 +11,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ from pagoda.settings.problems import ConfigError
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
+MANY_FILES = 65536  # that may be open at once
 LONGEST_WHY = 1000  # an event must fit into a pipe at once
 UP_EVENTS = frozenset({"listening", "loaded", "ready"})
 # The last when a terminal is closed, unless nohup has it ignored.
@@ -48,6 +50,15 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(EXIT_CRASH)
+
+
+def allow_files() -> None:
+    """Have as many open files as are wanted and may be had. The usual soft limit, 1024, is there for programs that
+    `select`; a gateway's limit of connections is higher, and whoever has no file left cannot even tell its health."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < MANY_FILES:
+        with contextlib.suppress(ValueError, OSError):  # where a system has a limit of its own behind `hard`
+            resource.setrlimit(resource.RLIMIT_NOFILE, (MANY_FILES if hard < 0 else min(hard, MANY_FILES), hard))
 
 
 class StatusPipe:

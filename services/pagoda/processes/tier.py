@@ -1,4 +1,4 @@
-"""How the process of one tier begins: settings, log, bond with its parent, status pipe."""
+"""How the process of one tier begins: open files, settings, log, bond with its parent, status pipe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 from pagoda.processes import logs
 from pagoda.processes.garbage import put_off_collections
-from pagoda.processes.process import StatusPipe, die_with_parent
+from pagoda.processes.process import StatusPipe, allow_files, die_with_parent
 from pagoda.settings.flags import given_flags
 from pagoda.settings.options import ChildConfig, CommonConfig
 from pagoda.settings.resolving import Settings, resolve
@@ -19,6 +19,7 @@ def begin(command: str, arguments: argparse.Namespace) -> tuple[Settings, Status
         ConfigError: the settings cannot be used.
     """
     put_off_collections()
+    allow_files()
     settings = resolve(command, given_flags(arguments, command))
     child, common = settings.build(ChildConfig), settings.build(CommonConfig)
     die_with_parent(child.parent_pid)

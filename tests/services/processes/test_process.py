@@ -24,6 +24,7 @@ from pagoda.processes.process import (
     EXIT_CRASH,
     EXIT_OK,
     EXIT_UNREACHABLE,
+    MANY_FILES,
     StatusPipe,
     beating,
     exit_code,
@@ -281,3 +282,22 @@ def test_facts_of_the_machine_are_read(tmp_path: Path) -> None:
     assert cpu_flags(tmp_path / "cpuinfo") == {"fpu", "avx2", "fma"}
     assert memory_info(tmp_path / "none") == {}
     assert cpu_flags(tmp_path / "none") == set()
+
+
+BEGUN = """
+import resource
+from pagoda.cli import parser_of
+from pagoda.processes import tier
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+arguments = parser_of("engine-core").parse_args(["engine-core", "--listen", "unix:/e", "--worker-endpoint", "ipc:///w"])
+tier.begin("engine-core", arguments)
+print(*resource.getrlimit(resource.RLIMIT_NOFILE), hard)
+"""
+
+
+def test_a_tier_may_open_as_many_files_as_its_system_lets_it() -> None:
+    done = subprocess.run([sys.executable, "-c", BEGUN], capture_output=True, check=True, text=True)
+    soft, hard, hard_before = map(int, done.stdout.split())
+    assert hard == hard_before
+    assert soft == (MANY_FILES if hard < 0 else min(hard, MANY_FILES))
