@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -43,3 +44,14 @@ def test_a_warning_of_a_library_is_an_entry() -> None:
     (entry,) = map(json.loads, done.stderr.splitlines())
     assert (entry["process"], entry["level"]) == ("worker-1", "warning")
     assert "is old" in entry["message"]
+
+
+def test_an_entry_is_one_line_of_json_whatever_the_encoding_of_the_output_and_whoever_splits_it() -> None:
+    program = "import logging; from pagoda.processes import logs; logs.setup('worker-1', 'info', True)"
+    said = "é\u2028\x85\U0001f600\udcff"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; logging.info('%s', {said!a})"],
+        capture_output=True, check=True, env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    (line,) = done.stderr.decode().splitlines()
+    assert json.loads(line)["message"] == said
