@@ -444,7 +444,7 @@ def test_rates_begin_anew_with_another_engine_core(tab: Tab) -> None:
     assert tab.run(script, reports) == [50, 10, 1]
 
 
-def test_light_and_dark(tab: Tab, stack: Stack) -> None:
+def test_light_and_dark(tab: Tab) -> None:
     def ground() -> int:
         color = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
         return sum(map(int, re.findall(r"\d+", color)[:3]))

@@ -460,7 +460,7 @@ async def test_a_host_that_is_none_is_named(socket_dir: Path) -> None:
         )
 
 
-async def test_tcp_on_loopback_reports_its_port_and_metrics_their_page(socket_dir: Path) -> None:
+async def test_tcp_on_loopback_reports_its_port_and_metrics_their_page() -> None:
     stop, events = asyncio.Event(), asyncio.Queue()
     config = EngineConfig(listen="127.0.0.1:0", worker_endpoint="tcp://127.0.0.1:0", metrics_port=0)
     task = asyncio.create_task(serve(config, events.put_nowait, stop))

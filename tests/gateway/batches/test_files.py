@@ -124,7 +124,7 @@ async def test_an_upload_whose_process_died_is_forgotten(files: Files, clock: Ma
     assert await store.length(uploading._info.log) == 0
 
 
-async def test_files_are_listed_page_by_page_and_by_purpose(files: Files, store: SqliteStore) -> None:
+async def test_files_are_listed_page_by_page_and_by_purpose(files: Files) -> None:
     infos = []
     for i in range(5):
         uploading = await files.begin("me", 1)

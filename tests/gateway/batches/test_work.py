@@ -137,7 +137,7 @@ async def test_a_line_that_is_too_long_is_a_fault(desk: Desk) -> None:
     assert [(fault.code, fault.line) for fault in ended.faults] == [("line_too_long", NUM_LINES + 1)]
 
 
-async def test_an_input_that_is_gone_is_a_fault(desk: Desk, service: FakeService) -> None:
+async def test_an_input_that_is_gone_is_a_fault(desk: Desk) -> None:
     batch = await submitted(desk, CONTENT)
     await desk.files.delete(OWNER, batch.input_file_id)
     ended = await run(desk, batch)
@@ -183,7 +183,7 @@ async def test_who_goes_on_answers_only_what_is_left(
 
 
 async def test_two_who_do_not_know_of_each_other_write_every_line_once(
-    desk: Desk, store: Failing, service: FakeService, clock: ManualClock
+    desk: Desk, store: Failing, clock: ManualClock
 ) -> None:
     batch = await submitted(desk, CONTENT)
     other = FakeService()

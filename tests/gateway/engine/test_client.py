@@ -209,7 +209,7 @@ async def test_no_engine_core_comes_back(
     assert client.load.num_workers == 0
 
 
-async def test_submit_without_an_engine_core(address: str, connect: Connect) -> None:
+async def test_submit_without_an_engine_core(connect: Connect) -> None:
     client = connect(connect_s=0.05, restart_s=7.0)
     with pytest.raises(PagodaError) as error:
         await client.submit(record())

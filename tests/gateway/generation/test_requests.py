@@ -231,7 +231,7 @@ async def test_options_with_fields_of_their_own_reach_templates_that_read_them(t
         await chat_record(gateway.context, chat(verbosity="low", chat_template_kwargs={"verbosity": "high"}))
 
 
-async def test_an_image_gives_one_sentence(gateway: Gateway) -> None:
+async def test_an_image_gives_one_sentence() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:..", "detail": "low"}}
     with pytest.raises(InvalidParams) as caught:
         chat(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, image]}])

@@ -101,7 +101,7 @@ def small_llama(path: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rounding_to_16_bits_is_no_fault(dtype: str, tmp_path: Path, loaded: Loaded) -> None:
+def test_rounding_to_16_bits_is_no_fault(dtype: str, tmp_path: Path) -> None:
     config = WorkerConfig(model=str(small_llama(tmp_path)), dtype=dtype, kernels="torch")
     assert isinstance(load_model(config).model, TransformersModel)
 
