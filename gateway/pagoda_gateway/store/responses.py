@@ -145,7 +145,7 @@ class KeptResponses:
         kept = Kept(background=True, streamed=streamed, num_bytes=len(items) + len(job))
         async with self._room.taking(owner, kept.num_bytes):
             try:
-                return await self._begun(name, owner, items, job, kept)
+                return await to_its_end(self._begun(name, owner, items, job, kept))
             except BaseException as error:
                 with suppress(PagodaError):
                     await to_its_end(self._take_back(name, owner))

@@ -214,6 +214,39 @@ async def test_who_could_not_begin_leaves_nothing_that_runs(store: Breaking, how
         assert await kept.held_by(ME) == Held(0, 0)
 
 
+class UnderWay:
+    """A store in which what is appended comes later than other calls, also where who appends is gone."""
+
+    def __init__(self, store: Store) -> None:
+        self.calls = list[asyncio.Task[object]]()
+        self._store = store
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
+        async def later(*args: object, **kwargs: object) -> object:
+            await asyncio.sleep(0.02 if name == "append" else 0.0)
+            return await getattr(self._store, name)(*args, **kwargs)
+
+        async def call(*args: object, **kwargs: object) -> object:
+            self.calls.append(asyncio.create_task(later(*args, **kwargs)))
+            return await asyncio.shield(self.calls[-1])
+
+        return call
+
+
+async def test_what_is_under_way_when_its_caller_leaves_is_taken_back_too(store: Breaking) -> None:
+    for number in itertools.count(1):
+        under_way = UnderWay(store)
+        asked = Breaking(under_way)  # type: ignore[arg-type]
+        name, kept = new_name(), KeptResponses(asked, 3600.0)
+        failed, broken = await asked.during(begin(kept, name), number, How.CANCELLED)
+        await asyncio.gather(*under_way.calls, return_exceptions=True)
+        if not broken:
+            return
+        assert isinstance(failed, asyncio.CancelledError)
+        assert not [log for log in store.logs if await store.length(log)]
+        assert not [one async for one in kept.unfinished()]
+
+
 async def test_of_readers_that_end_at_once_any_may_leave(store: Breaking) -> None:
     for number in itertools.count(1):
         name, kept = new_name(), KeptResponses(store, 3600.0)
