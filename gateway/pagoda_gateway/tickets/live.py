@@ -27,6 +27,7 @@ class Live:
         self.holding = holding
         self.tape = Tape(job.id, life)
         self.task: asyncio.Task[None] | None = None
+        self.begun = False  # the task, which looks itself whether it was stopped before that
         self.num_readers = 0
         self.num_resuming = 0  # of them, those who ask elsewhere when they are told to
         self.why: PagodaError | None = None  # it was stopped
@@ -57,7 +58,8 @@ class Live:
         self._hold()
         if self.task is not None and self.why is None and not self.tape.ended:
             self.why = why
-            self.task.cancel()
+            if self.begun:  # one that is cancelled before its first step never takes it
+                self.task.cancel()
 
     def _hold(self) -> None:
         if self._timer is not None:

@@ -311,8 +311,10 @@ class Tickets:
 
     async def _to_its_end(self, live: Live, charge: Charge) -> None:
         claiming = asyncio.create_task(self._keep_claim(live))
-        told = False
+        told, live.begun = False, True
         try:
+            if live.why is not None:
+                raise asyncio.CancelledError
             async with running(self._ctx, live.job, live.found.name, charge, live.tape.recording) as run:
                 live.tape.start(run.fingerprint)
                 while await run.next():

@@ -6,16 +6,18 @@ import asyncio
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
 from tests.gateway.fakes_engine import MODEL, failing
 from tests.gateway.store.test_room import Watched
-from tests.gateway.tickets.test_tickets import ASK, RESPONSES, TEXT, WHOLE, held_up, post, running, shared
+from tests.gateway.tickets.test_tickets import ASK, RESPONSES, TEXT, WHOLE, held_up, left, post, running, shared
 
+from pagoda_gateway.catalogue import Catalogue
 from pagoda_gateway.store.tickets import KeptTickets
-from pagoda_proto.errors import ErrorCode
+from pagoda_proto.errors import ErrorCode, PagodaError
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -95,3 +97,16 @@ async def test_a_gateway_that_closes_waits_for_what_is_still_to_be_written(
         assert not closing.done()
         go.set()
         await closing
+
+
+async def test_one_that_is_left_before_its_first_step_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its model is not served any more, and nobody waits for it."""
+    async with running(tmp_path, ticket_grace_s=0.0) as gateway:
+        held_up(gateway)
+        await left(gateway, ASK)
+        absent = PagodaError(ErrorCode.MODEL_NOT_FOUND, "as the test wants it")
+        monkeypatch.setattr(Catalogue, "of_job", Mock(side_effect=absent))
+        assert (await post(gateway, ASK)).status_code == 404
+        async with asyncio.timeout(60):
+            while gateway.tickets._live:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
