@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pagoda_worker.library_choice import VARIABLES, multiplies_bfloat16, steady_libraries
+from pagoda_worker.library_choice import VARIABLES, WAITING, multiplies_bfloat16, steady_libraries
 
 CASES = [
     ("GenuineIntel", "fpu avx2 avx512dq amx_tile", "AVX512,STRICT"),
@@ -38,6 +38,26 @@ def test_what_was_said_stays_and_is_told(given: str) -> None:
     environment |= {"ONEDNN_MAX_CPU_ISA": given} if given else {}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert f"ONEDNN_MAX_CPU_ISA={given or 'AVX512_CORE_BF16'}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, WAITING),
+        ({"GOMP_SPINCOUNT": "7"}, WAITING | {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "passive"}, dict.fromkeys(WAITING, "-")),
+    ],
+)
+def test_threads_wait_as_an_operator_says(given: dict[str, str], expected: dict[str, str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in {*WAITING, "OMP_WAIT_POLICY"}}
+    program = (
+        "import os, sys; from pagoda_worker.library_choice import choose_libraries\n"
+        "assert 'torch' not in sys.modules; choose_libraries()\n"
+        f"print(*(os.environ.get(name, '-') for name in {list(WAITING)!r}))"
+    )
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, env=environment | given, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == list(expected.values())
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
-"""torch's matrix libraries choose kernels by shape, and some of them sum in another order for other shapes.
+"""What torch's libraries are told by variables, which they read when they are first used.
 
-Both can be told to stay with those that do not, by variables that they read when they are first used:
+Its matrix libraries choose kernels by shape, and some of them sum in another order for other shapes. Both can be told
+to stay with those that do not:
 
     oneDNN  ONEDNN_MAX_CPU_ISA  no AMX: its tiles split K by the number of rows
     MKL     MKL_CBWR            one code branch in its strict mode, which ignores the size and alignment of matrices;
                                 offered for Intel's processors only, elsewhere its usual kernels hold
 
-What an operator has set stays, and is part of `numerics_id`.
+What an operator has set of these stays, and is part of `numerics_id`.
+
+Threads of its loops spin where they wait, and who spins has a core that others could use: the gateway, another worker,
+the very thread that is waited for. They are told to do so for some tens of microseconds, then to sleep; if they slept
+at once, every loop would wait for their waking. What an operator says of that stays, too.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import os
 from pathlib import Path
 
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
+WAITING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}  # of GNU's threads, in rounds, and of Intel's, in ms
 _BRANCHES = {"avx512dq": "AVX512,STRICT", "avx2": "AVX2,STRICT"}  # by the flag that a processor needs for it
 
 _ISA_WITHOUT_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -32,8 +38,10 @@ def steady_libraries(cpuinfo: str) -> dict[str, str]:
 
 
 def choose_libraries() -> None:
-    """Set what is not set yet. To be called before torch computes anything in this process."""
-    for name, value in steady_libraries(_cpuinfo()).items():
+    """Set what is not set yet. To be called before torch computes anything here, and before it is imported: its threads
+    hear of nothing later."""
+    waiting = {} if "OMP_WAIT_POLICY" in os.environ else WAITING
+    for name, value in (steady_libraries(_cpuinfo()) | waiting).items():
         os.environ.setdefault(name, value)
 
 

@@ -29,11 +29,6 @@ from pagoda_proto.pooling.kinds import GENERATE
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device_choice import device_of_worker
 
-# torch's threads spin this many rounds, some tens of microseconds, and then sleep: a spinning thread takes the core
-# from the gateway or another worker, one that sleeps at once makes every operation wait for its waking.
-# numpy's threads are of no use to a worker, and what is forked should have but one when that happens.
-QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0", "OPENBLAS_NUM_THREADS": "1"}
-
 log = logging.getLogger(__name__)
 
 
@@ -142,7 +137,9 @@ class Tower:
         ]  # fmt: skip
 
     def _worker_spec(self, config: WorkerConfig) -> ChildSpec:
-        environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(config.threads), **QUIET_THREADS)
+        threads = str(config.threads)
+        # numpy's threads are of no use to a worker, and what is forked should have but one when that happens.
+        environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=threads, OPENBLAS_NUM_THREADS="1")
         return ChildSpec(
             name=config.worker_id, command=lambda: self._command("worker", config), environment=environment,
             prepares=True, stop_order=2, stop_timeout_s=config.drain_timeout_s + times.WORKER_STOPS_S,
