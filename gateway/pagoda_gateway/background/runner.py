@@ -27,7 +27,7 @@ from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, held_bytes
 from pagoda_gateway.generation.run import Outcome, Run
-from pagoda_gateway.store.interface import Conflict, Unreadable, decoded
+from pagoda_gateway.store.interface import Conflict, Full, Unreadable, decoded
 from pagoda_gateway.store.response_logs import new_content
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -163,7 +163,7 @@ class BackgroundResponses:
             return
         try:
             going = await self._go_on(name, owner)
-        except Unreadable:
+        except (Unreadable, Full):
             return  # it keeps its claim, so that it is not tried again at once
         except PagodaError as error:
             if error.code is ErrorCode.UNAVAILABLE:
@@ -213,7 +213,7 @@ class BackgroundResponses:
             await self._kept.release(name, self._holder)
 
     async def _to_its_end(self, running: Running) -> None:
-        name, ended = running.job.id, False
+        name, ended, running.begun = running.job.id, False, True
         beside = [asyncio.create_task(work) for work in (self._keep_claim(running), running.keep_writing())]
         try:
             last = _cancelled(running.telling) if running.cancelled else await self._generated(running)
@@ -227,9 +227,9 @@ class BackgroundResponses:
                 task.cancel()
             self._forget(running)
             running.live.close(ended=ended)
-            if running.deleted:
-                with contextlib.suppress(PagodaError):
-                    await self._kept.bury(name, running.job.owner)  # .. with what was written since
+            with contextlib.suppress(PagodaError):
+                if not ended and not await self.is_kept(name, running.job.owner):
+                    await self._kept.bury(name, running.job.owner)  # .. with what was written since it was deleted
             await self._release(name)
 
     async def _keep_claim(self, running: Running) -> None:

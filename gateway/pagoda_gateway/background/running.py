@@ -36,6 +36,7 @@ class Running:
         self.cancelled = False
         self.failure: PagodaError | None = None
         self.deleted = False
+        self.begun = False  # its task, which looks itself what was wanted before that
         self.ending = False  # it is generated; its end is not disturbed
         self.task: asyncio.Task[None] | None = None
         self.usage = Usage(prompt_tokens=0)
@@ -70,7 +71,7 @@ class Running:
         return not (self.ending or self.cancelled or self.deleted) and self.failure is None
 
     def _stop(self) -> None:
-        if self.task is not None:
+        if self.task is not None and self.begun:  # one that is cancelled before its first step never takes it
             self.task.cancel()
 
     # What it says

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 from tests.gateway.fakes_engine import MODEL, Batch, Gateway, make_gateway, play
 from tests.gateway.keys.flaky_store import FlakyStore
 from tests.gateway.routes.test_responses import PATH, events_of, get, refusal
+from tests.gateway.store.breaking_store import Breaking, How
 
 from pagoda_gateway.api.encoding import event
 from pagoda_gateway.api.responses_schemas import ResponsesRequest
@@ -293,6 +294,14 @@ async def test_one_that_finds_no_room_is_in_nobodys_way(tmp_path: Path, monkeypa
 async def test_one_whose_end_was_told_has_that_end(tmp_path: Path) -> None:
     """Its gateway died between the last event and the response."""
     first = make_gateway(tmp_path)
+    told = await told_to_its_end(first)
+    other = Other(tmp_path, first)
+    async with other.having_swept(told["id"]) as response:
+        assert response == told
+        assert not other.gateway.engine.generations
+
+
+async def told_to_its_end(first: Gateway) -> dict[str, Any]:
     held_up(first, 3)
     async with running(first):
         name = (await begin_stream(first, 6))["response"]["id"]
@@ -300,10 +309,25 @@ async def test_one_whose_end_was_told_has_that_end(tmp_path: Path) -> None:
     told, count = {"id": name, "status": "completed", "completed_at": 7, "output": []}, await kept.num_events(name)
     last = {"type": "response.completed", "sequence_number": count, "response": told}
     await kept.add_events(name, [event(last, last["type"])], count)
+    return told
+
+
+async def test_one_whose_end_finds_no_room_keeps_nobody_from_making_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_gateway(tmp_path)
+    told, full = await told_to_its_end(first), Breaking(first.context.store)
+    monkeypatch.setattr(times, "RESPONSE_LOOSE_S", 0.0)
+    await full.append("loose", [b"x"])
+    await first.context.responses._loose.enter("resp_1", ["loose"])
+    full.break_at(1, How.FULL)
+    first.context = keeping_in(first.context, cast(Store, full))
     other = Other(tmp_path, first)
-    async with other.having_swept(name) as response:
-        assert response == told
-        assert not other.gateway.engine.generations
+    other.background.start()
+    async with asyncio.timeout(60), aclosing(other.background):
+        while await full.length("loose"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert not (await first.context.responses.find(told["id"], ""))[1].ended
 
 
 async def test_one_that_was_half_deleted_is_not_run_for_ever(tmp_path: Path) -> None:

@@ -11,11 +11,14 @@ import pytest
 from tests.gateway.background.test_runner import ASK, Other, held_up, keeping_in, running, text_of
 from tests.gateway.fakes_engine import Batch, Gateway, make_gateway, play
 from tests.gateway.routes.test_responses import events_of
+from tests.gateway.store.test_response_logs import Interleaved
 
 from pagoda_gateway.api.responses_schemas import ResponsesRequest
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.clients import NOBODY
 from pagoda_gateway.dialects.responses import responses_job
+from pagoda_gateway.store import response_logs
+from pagoda_gateway.store.response_logs import EVENTS, LARGE, log_of
 from pagoda_gateway.store.responses import KeptResponses
 from pagoda_gateway.store.room import Held
 from pagoda_proto import times
@@ -125,6 +128,53 @@ async def test_what_is_left_of_one_that_was_deleted_elsewhere_goes(
             while gateway.background.snapshot(name) is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     assert await kept.num_events(name) == 0
+
+
+async def test_what_was_laid_aside_of_one_that_is_deleted_elsewhere_just_then_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(times, "RESPONSE_WRITE_S", 0.0)
+    gateway = make_gateway(tmp_path)
+    go, store, names, whole = asyncio.Event(), gateway.context.store, list[str](), play(gateway.ids(LONG))
+    other = keeping_in(gateway.context, store).responses
+
+    def script(record: RequestRecord) -> list[Batch]:
+        batches = list(whole(record))
+        return [*batches[:3], go, *batches[3:-1], asyncio.Event()]
+
+    async def delete() -> None:
+        await other.delete(names[0], "")
+
+    gateway.engine.script = script
+
+    async with running(gateway):
+        names.append(await begun(gateway, stream=True))
+        large, following = log_of(names[0], LARGE), gateway.background.follow(names[0], "", 0)
+        async for one in following:
+            if b".delta" in one:
+                break
+        interleaved = Interleaved(store, "append", large, delete)
+        monkeypatch.setattr(gateway.context.responses._logs, "_store", interleaved)
+        monkeypatch.setattr(response_logs, "MAX_PART_BYTES", 1)
+        go.set()
+        async with asyncio.timeout(60):
+            while gateway.background.snapshot(names[0]) is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert interleaved.logs == {large, log_of(names[0], EVENTS)}
+    assert not await store.length(large)
+
+
+async def test_one_that_is_cancelled_before_its_first_step_ends(tmp_path: Path) -> None:
+    gateway = make_gateway(tmp_path)
+    held_up(gateway, 2)
+    async with running(gateway):
+        name = await begun(gateway, stream=False)
+        async with asyncio.timeout(60):
+            await gateway.background.cancelled(name)
+        assert gateway.background.snapshot(name) is None
+    kept = gateway.context.responses
+    _, found = await kept.find(name, "")
+    assert b'"status":"cancelled"' in await kept.response(name, found)
 
 
 async def test_one_that_another_gateway_goes_on_with_takes_room_there(tmp_path: Path) -> None:
