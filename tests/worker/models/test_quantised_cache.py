@@ -15,6 +15,7 @@ from tests.worker.models.harness import BLOCK_SIZE, Harness, Row, logits_of
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
+from pagoda_worker.loading.foresight import contexts_of
 from pagoda_worker.loading.memory import num_kv_blocks
 from pagoda_worker.loading.model import LoadedModel, load_model
 
@@ -129,6 +130,20 @@ def test_the_numerics_and_the_size_of_the_cache_follow(load: Load, kernels: str)
 def test_models_through_transformers_refuse(load: Load) -> None:
     with pytest.raises(UnsupportedConfig, match="kv_cache_dtype=int8: models that run through transformers"):
         load("gpt2_scaled", "auto")
+
+
+@pytest.mark.skipif("native" not in KERNELS, reason="no C++ compiler here")
+def test_what_native_cannot_round_is_known_before_anything_is_loaded(tmp_path: Path) -> None:
+    wide = NATIVE["deepseek_v3"][1] | {"kv_lora_rank": 256, "first_k_dense_replace": 3}
+    path = str(save(make_model("deepseek_v3", wide), tmp_path, torch.bfloat16))
+    config = WorkerConfig(model=path, kernels="native", kv_cache_dtype="int8", device="cpu")
+    with pytest.raises(ValueError, match=r"native cannot serve attention: .* heads of up to 256 dimensions, not 272"):
+        contexts_of(config)
+    loaded = load_model(dataclasses.replace(config, kernels="auto"))
+    expected = load_model(dataclasses.replace(config, kernels="native,attention=torch"))
+    assert loaded.ops.name == expected.ops.name
+    tokens = prompts(longest=70)[-1]
+    assert torch.equal(logits_of(loaded, tokens, [16]), logits_of(expected, tokens, [10**6]))
 
 
 def test_an_unknown_kind_of_cache_is_an_error() -> None:

@@ -161,7 +161,7 @@ def _native(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
 def _triton(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
     try:
         from pagoda_worker.kernels.triton.load import load_triton
-        from pagoda_worker.kernels.triton.ops import BIDIRECTIONAL
+        from pagoda_worker.kernels.triton.ops import BIDIRECTIONAL, PLAIN_CACHE
         from pagoda_worker.kernels.triton.selfcheck import sampling_problem
     except ImportError as error:
         raise BackendError(f"kernels: triton cannot be imported: {error}") from error
@@ -170,6 +170,8 @@ def _triton(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
     unfit = {} if problem is None else {"sampling": f"failed its self-check: {problem}"}
     if any(not shape.causal for shape in needs.attention):
         unfit["attention"] = BIDIRECTIONAL
+    if needs.quantized_cache:
+        unfit["attention"] = PLAIN_CACHE
     return ops, unfit
 
 

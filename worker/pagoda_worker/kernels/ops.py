@@ -391,6 +391,7 @@ class Needs:
     inputs: tuple[int, ...] = ()  # K of every kind of linear layer
     attention: tuple[AttentionShape, ...] = ()  # of each layer
     latent_attention: tuple[AttentionShape, ...] = ()  # those of layers with latents, see `Ops.latent_write`
+    quantized_cache: bool = False  # keys and values in int8
     adapters: bool = False
     experts: bool = False  # whether a layer has some
     vocab_size: int = 0

@@ -259,6 +259,7 @@ def decoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: DecoderSpec | 
         inputs=tuple(sorted({inputs for _, inputs in linear_layers(spec).values()})),
         attention=tuple(layer.attention for layer in spec.layers),
         latent_attention=tuple(layer.attention for layer in spec.layers if layer.latent is not None),
+        quantized_cache=spec.causal and config.kv_cache_dtype == "int8",
         adapters=config.takes_adapters,
         experts=any(isinstance(layer.mlp, MoeShape) for layer in spec.layers),
         vocab_size=spec.vocab_size,

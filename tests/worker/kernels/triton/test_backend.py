@@ -164,6 +164,18 @@ def test_whatever_a_kernel_raises_another_back_end_serves(
     assert remark.startswith("torch serves: kernels: triton failed")
 
 
+def test_it_rounds_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded = replace(NEEDS, quantized_cache=True)
+    with pytest.raises(BackendError, match="cannot serve attention: triton keeps keys and values as they are computed"):
+        load_ops(DEVICE, "triton", rounded)
+    monkeypatch.setattr(backend, "verdict", lambda ops, needs: Verdict())
+    monkeypatch.setattr(selfcheck, "sampling_problem", lambda ops, needs: None)
+    monkeypatch.setattr(backend, "_tiles", lambda device: [walking.tiles])
+    ops, (remark,) = load_ops(torch.device("cuda:0"), "auto", rounded)
+    assert ops.name == "linear triton, pointwise triton, attention torch, sampling triton"
+    assert remark.startswith("attention by torch, not by triton: triton keeps keys and values as they are computed")
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no Python headers"), ImportError("libcuda"), OSError("no compiler")])
 def test_whatever_is_raised_while_loading_another_back_end_serves(
     error: Exception, monkeypatch: pytest.MonkeyPatch

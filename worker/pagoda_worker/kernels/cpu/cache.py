@@ -15,6 +15,7 @@ from pagoda_worker.rows.batch import Batch
 
 GROUP = 16  # tokens that lie side by side; see csrc/attention_cells.h
 MAX_QUANTIZED_DIM = 256  # sums of more products than that overflow
+QUANTIZED_DIMS = f"native keeps keys and values in int8 for heads of up to {MAX_QUANTIZED_DIM} dimensions"
 WORD_BYTES = 4  # of neighbouring dimensions of a key, or tokens of a value
 
 
@@ -58,10 +59,7 @@ class NativeKVCache:
 
 def new_native_cache(shape: KVShape, num_blocks: int, block_size: int) -> NativeKVCache:
     if shape.quantized and shape.head_dim > MAX_QUANTIZED_DIM:
-        raise BackendError(
-            f"kernels: native keeps keys and values in int8 for heads of up to {MAX_QUANTIZED_DIM} dimensions, "
-            f"not {shape.head_dim}"
-        )
+        raise BackendError(f"kernels: {QUANTIZED_DIMS}, not {shape.head_dim}")
     tokens = shape.num_kv_heads * block_size
 
     def planes(width: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:

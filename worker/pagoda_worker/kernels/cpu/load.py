@@ -6,6 +6,7 @@ import torch
 
 from pagoda_worker.cores import placement
 from pagoda_worker.kernels.cpu import library as lib
+from pagoda_worker.kernels.cpu.cache import MAX_QUANTIZED_DIM, QUANTIZED_DIMS
 from pagoda_worker.kernels.cpu.native import LANES, NativeOps
 from pagoda_worker.kernels.ops import BackendError, Needs
 
@@ -36,5 +37,9 @@ def _check_sizes(needs: Needs) -> None:
 
 def unfit(needs: Needs) -> dict[str, str]:
     """What these kernels lack for this model, by the family of operations it is lacking in."""
-    odd = sorted({inputs for inputs in needs.inputs if inputs % lib.PAIR})
-    return {"linear": f"native multiplies inputs in pairs, {odd[0]} are odd"} if odd else {}
+    lacking = {}
+    if odd := [inputs for inputs in needs.inputs if inputs % lib.PAIR]:
+        lacking["linear"] = f"native multiplies inputs in pairs, {min(odd)} are odd"
+    if needs.quantized_cache and (largest := max(needs.head_dims)) > MAX_QUANTIZED_DIM:
+        lacking["attention"] = f"{QUANTIZED_DIMS}, not {largest}"
+    return lacking

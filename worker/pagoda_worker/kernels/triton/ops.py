@@ -44,6 +44,7 @@ from pagoda_worker.sampling import logprobs, sampler
 from pagoda_worker.sampling.device_sampler import Upload
 
 BIDIRECTIONAL = "triton attends to what came before, and not to what comes after"
+PLAIN_CACHE = "triton keeps keys and values as they are computed, not in int8"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -233,7 +234,7 @@ class TritonOps:
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> TritonKVCache:
         if shape.quantized:
-            raise BackendError("kernels: triton keeps keys and values as they are computed, not in int8")
+            raise BackendError(f"kernels: {PLAIN_CACHE}")
         if block_size % 16:
             raise BackendError(f"kernels: triton needs a block_size that is a multiple of 16, got {block_size}")
         size = (shape.num_layers, shape.planes, num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
