@@ -113,7 +113,7 @@ class BackgroundResponses:
                 async for one in live.read(start):
                     start += 1
                     yield one
-                if live.ended:
+                if live.ended and start >= live.end:
                     return
             if self._closing:
                 raise PagodaError(ErrorCode.UNAVAILABLE, "the gateway is shutting down; the response goes on")

@@ -20,6 +20,7 @@ from tests.gateway.store.breaking_store import Breaking, How
 
 from pagoda_gateway.api.encoding import event
 from pagoda_gateway.api.responses_schemas import ResponsesRequest
+from pagoda_gateway.background import live
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.clients import NOBODY
 from pagoda_gateway.context import GatewayContext
@@ -112,6 +113,21 @@ async def test_a_stream_that_was_left_is_read_on(tmp_path: Path) -> None:
         assert text_of(events[-1]["response"]) == TEXT
         for last in (0, 4, len(events) - 2, len(events) - 1):
             assert await followed(gateway, name, starting_after=last) == events[last + 1 :]
+
+
+async def test_who_reads_slowly_is_told_the_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """.. also where so much came in between that it is in the store only."""
+    async with running(make_gateway(tmp_path)) as gateway:
+        go = held_up(gateway, 2)
+        job = await responses_job(gateway.context, ResponsesRequest.model_validate(ASK | {"stream": True}), NOBODY)
+        await gateway.background.begin(job)
+        following = gateway.background.follow(job.id, "", 0)
+        events = [await anext(following)]
+        monkeypatch.setattr(live, "MOST_EVENTS", 2)
+        go.set()
+        await until(gateway, job.id, "incomplete")
+        events += [one async for one in following]
+        assert events == [one async for one in gateway.context.responses.events(job.id)]
 
 
 async def test_another_gateway_goes_on_with_it(tmp_path: Path) -> None:
