@@ -61,13 +61,26 @@ def create_app(
     """The whole gateway as one ASGI app. It owns no task: whoever runs it starts the engine client, `health`,
     `background`, and what works on the batches, which learns of changes by the `kept` that it shares with the routes.
     """
-    # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing. Its own
-    # /openapi.json is made by the event loop.
-    api = FastAPI(
-        title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
-    )
-    api.add_route("/openapi.json", Document(api).answer, include_in_schema=False)
-    errors.install(api)
+    routers = routers_of(ctx, health, metrics, background, kept, tickets)
+    templates = frozenset(route_templates(routers))
+    metrics.know_routes(templates)
+    failures = FailureLog(templates, on=ctx.config.log_requests)
+    identify = identify_by(ctx.config.forwarded_allow_ips, ctx.gate)
+    uploads = {files.PATH: ctx.config.max_file_bytes + MAX_FORM_BYTES}
+    api = api_of(routers)
+    limited = LimitsMiddleware(api, ctx.config, ctx.memory, identify, ctx.quotas, uploads, refusing_unread(ctx))
+    return Edge(_for_pages(limited, ctx.config.allowed_origins), metrics, failures, lambda: health.draining)
+
+
+def routers_of(
+    ctx: GatewayContext,
+    health: Health,
+    metrics: GatewayMetrics,
+    background: BackgroundResponses,
+    kept: Batches,
+    tickets: Tickets,
+) -> list[APIRouter]:
+    """Of every endpoint there is."""
     routers = [
         module.router(ctx) for module in (embeddings, ranking, models, tokenize, files, keys, usage, transcripts)
     ]
@@ -78,15 +91,21 @@ def create_app(
     routers.append(ops.router(ctx, health, metrics))
     if ctx.config.page:
         routers.append(page.router())
+    return routers
+
+
+def api_of(routers: list[APIRouter]) -> FastAPI:
+    """Routes and errors, with nothing around them: it neither limits nor counts nor asks for keys."""
+    # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing. Its own
+    # /openapi.json is made by the event loop.
+    api = FastAPI(
+        title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
+    api.add_route("/openapi.json", Document(api).answer, include_in_schema=False)
+    errors.install(api)
     for router in routers:
         api.include_router(router)
-    templates = frozenset(route_templates(routers))
-    metrics.know_routes(templates)
-    failures = FailureLog(templates, on=ctx.config.log_requests)
-    identify = identify_by(ctx.config.forwarded_allow_ips, ctx.gate)
-    uploads = {files.PATH: ctx.config.max_file_bytes + MAX_FORM_BYTES}
-    limited = LimitsMiddleware(api, ctx.config, ctx.memory, identify, ctx.quotas, uploads, refusing_unread(ctx))
-    return Edge(_for_pages(limited, ctx.config.allowed_origins), metrics, failures, lambda: health.draining)
+    return api
 
 
 def _for_pages(app: ASGIApp, allowed_origins: str) -> ASGIApp:

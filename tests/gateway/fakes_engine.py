@@ -13,26 +13,28 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 from starlette.types import Receive, Scope, Send
 from tests.fakes import make_delta
 from tests.gateway.model_dir import MAX_MODEL_LEN, write_model_dir
 
-from pagoda_gateway.api import errors
 from pagoda_gateway.api.error_body import set_shape
 from pagoda_gateway.api.schemas import ChatRequest
+from pagoda_gateway.app import api_of, routers_of
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.chat import chat_job
+from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.recent import RecentRequests
 from pagoda_gateway.engine.refusals import Refusals
 from pagoda_gateway.engine.report import EngineReport
-from pagoda_gateway.routes import batches, files, generating, models, responses, streams, tokenize
-from pagoda_gateway.routes.pooling import embeddings, ranking
+from pagoda_gateway.engine.session import EngineAddress
+from pagoda_gateway.health import Health
+from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.routes import generating
 from pagoda_gateway.store.interface import Store
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_gateway.text.model_text import ModelText
@@ -256,7 +258,7 @@ def _text_of(name: str, files: tuple[tuple[str, bytes], ...]) -> ModelText:
 
 
 class Gateway:
-    """The text routes around a fake engine, and a client to them."""
+    """The app's routes around a fake engine, without what the app has around them, and a client to them."""
 
     def __init__(self, model_dir: Path, script: Script, kept_in: Store | None = None, **config: object) -> None:
         self.text = text_of(model_dir)
@@ -269,19 +271,18 @@ class Gateway:
             created=1_700_000_000,
             store=scratch() if kept_in is None else kept_in,
         )
-        self.app = FastAPI(redirect_slashes=False)
-        errors.install(self.app)
-        for module in (embeddings, ranking, models, tokenize, files):
-            self.app.include_router(module.router(self.context))
+        self.metrics = GatewayMetrics(MODEL)
+        self.health = Health(SessionClient([EngineAddress("unix:none")], self.metrics), self.metrics)
         self.background, self.tickets = BackgroundResponses(self.context), Tickets(self.context)
-        self.app.include_router(generating.router(self.context, self.tickets))
-        self.app.include_router(responses.router(self.context, self.background, self.tickets))
-        self.app.include_router(streams.router(self.context, self.tickets, responses.STREAMING))
         self.batches = Batches(self.context.store)
-        self.app.include_router(batches.router(self.context, self.batches))
+        self.app = api_of(routers_of(*self.parts()))
         self.error_shapes = dict(generating.ERROR_SHAPES)
         transport = ASGITransport(self.asgi, raise_app_exceptions=False)
         self.client = AsyncClient(transport=transport, base_url="http://gateway")
+
+    def parts(self) -> tuple[GatewayContext, Health, GatewayMetrics, BackgroundResponses, Batches, Tickets]:
+        """What an app is made of."""
+        return self.context, self.health, self.metrics, self.background, self.batches, self.tickets
 
     async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
         set_shape(scope, self.error_shapes)

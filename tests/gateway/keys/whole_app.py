@@ -13,13 +13,7 @@ from starlette.routing import Route
 from tests.gateway.fakes_engine import Gateway, Script, make_gateway
 
 from pagoda_gateway.app import create_app
-from pagoda_gateway.background.runner import BackgroundResponses
-from pagoda_gateway.batches.batches import Batches
-from pagoda_gateway.engine.client import SessionClient
-from pagoda_gateway.engine.session import EngineAddress
-from pagoda_gateway.health import Health
 from pagoda_gateway.keys.api_key import ApiKey, NewKey
-from pagoda_gateway.metrics import GatewayMetrics
 
 ADMIN = "key-of-the-admin"
 
@@ -29,10 +23,7 @@ class App:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        metrics = self._metrics = GatewayMetrics("m")
-        health = Health(SessionClient([EngineAddress("unix:none")], metrics), metrics)
-        background, kept = BackgroundResponses(gateway.context), Batches(gateway.context.store)
-        self.asgi: Any = create_app(gateway.context, health, metrics, background, kept, gateway.tickets)
+        self.asgi: Any = create_app(*gateway.parts())
         self.admin = self.client(ADMIN)
 
     def client(self, key: str = "") -> httpx.AsyncClient:
@@ -43,7 +34,7 @@ class App:
     def http_count(self, route: str, status: str) -> float:
         """Of POST."""
         labels = {"route": route, "method": "POST", "status": status}
-        return self._metrics.registry.get_sample_value("pagoda_http_requests_total", labels) or 0.0
+        return self.gateway.metrics.registry.get_sample_value("pagoda_http_requests_total", labels) or 0.0
 
     async def new_key(self, **fields: Any) -> tuple[ApiKey, httpx.AsyncClient]:
         key, text = await self.gateway.context.keys.create(NewKey(**{"name": "n"} | fields))

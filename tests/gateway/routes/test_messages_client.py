@@ -19,12 +19,6 @@ from tests.gateway.model_dir import CHAT_TEMPLATE, write_model_dir
 
 from pagoda_gateway.api.answer_schemas import MessagesErrorAnswer
 from pagoda_gateway.app import create_app
-from pagoda_gateway.background.runner import BackgroundResponses
-from pagoda_gateway.batches.batches import Batches
-from pagoda_gateway.engine.client import SessionClient
-from pagoda_gateway.engine.session import EngineAddress
-from pagoda_gateway.health import Health
-from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import FinishReason
 
@@ -43,16 +37,12 @@ def kind_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:
 
 @asynccontextmanager
 async def serving(gateway: Gateway) -> AsyncIterator[Running]:
-    metrics = GatewayMetrics("m")
-    health = Health(SessionClient([EngineAddress("unix:none")], metrics), metrics)
-    background = BackgroundResponses(gateway.context)
-    background.start()
+    gateway.background.start()
     try:
-        app = create_app(gateway.context, health, metrics, background, Batches(gateway.context.store), gateway.tickets)
-        async with running_http(app, gateway.context.config) as running:
+        async with running_http(create_app(*gateway.parts()), gateway.context.config) as running:
             yield running
     finally:
-        await background.aclose()
+        await gateway.background.aclose()
 
 
 @asynccontextmanager
