@@ -97,6 +97,8 @@ async def _until_refused(held: socket.socket) -> None:
                 _, writer = await asyncio.open_connection(*held.getsockname())
             except ConnectionRefusedError:
                 return
+            except ConnectionResetError:  # connected in the moment in which listening ended
+                continue
             await _close(writer)
             await asyncio.sleep(0.01)
 

@@ -19,7 +19,6 @@ from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_proto import times
 
 ASK: dict[str, Any] = {"model": MODEL, "input": "hi", "stream": True}
-KEY = {"Idempotency-Key": "k"}
 
 
 def responses_in(stream: str) -> list[dict[str, Any]]:
@@ -31,14 +30,23 @@ def responses_in(stream: str) -> list[dict[str, Any]]:
 async def test_a_reader_whose_time_is_over_is_told_so_and_what_is_kept_is_the_end(tmp_path: Path) -> None:
     async with running(tmp_path) as gateway:
         go = held_up(gateway, num_batches=2)
-        late = await gateway.client.post(RESPONSES, json=ASK, headers=KEY | {"Request-Timeout-Ms": "50"})
-        last = responses_in(late.text)[-1]
+        key, last = await _late(gateway)
         assert (last["status"], last["store"]) == ("failed", False)
         assert (await gateway.client.get(f"{RESPONSES}/{last['id']}")).status_code == 404
         go.set()
-        whole = responses_in((await post(gateway, ASK)).text)[-1]
+        whole = responses_in((await post(gateway, ASK, key)).text)[-1]
         assert (whole["id"], whole["status"], whole["store"]) == (last["id"], "incomplete", True)
         assert (await gateway.client.get(f"{RESPONSES}/{last['id']}")).json() == whole
+
+
+async def _late(gateway: Gateway) -> tuple[str, dict[str, Any]]:
+    """The key of a reader whose time was over when its response had begun, and the last that it was told of this."""
+    for time_ms in ("50", "500", "5000", "30000"):
+        headers = {"Idempotency-Key": time_ms, "Request-Timeout-Ms": time_ms}
+        late = await gateway.client.post(RESPONSES, json=ASK, headers=headers)
+        if told := responses_in(late.text):
+            return time_ms, told[-1]
+    raise AssertionError(late.text)
 
 
 class Slow:
