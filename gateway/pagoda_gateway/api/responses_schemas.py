@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, T
 
 from pagoda_gateway.api.body import Body, Flag, Number, Query, Text, only
 from pagoda_gateway.api.forms.fields import Form, ObjectFormat, TextFormat
-from pagoda_gateway.api.schemas import Label, MetadataKey, Priority, Salt, kind_of_content, with_plain_parameters
+from pagoda_gateway.api.schemas import Label, MetadataKey, Priority, Salt, Stop, kind_of_content, with_plain_parameters
 from pagoda_gateway.api.tools import ObjectSchema, check_choice, is_choice, kind_of_choice
 from pagoda_proto import grammars
 from pagoda_proto.params import MAX_LOGPROBS
@@ -225,7 +225,7 @@ class ResponsesRequest(Plain):
     service_tier: Literal["auto", "default"] | None = None
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop: Stop | None = None
     priority: Priority = Field(0, description="lower runs earlier, where the policy heeds it")
     cache_salt: Salt | None = Field(None, description="prefixes are shared only within one salt")
     chat_template_kwargs: dict[str, Any] | None = None

@@ -37,6 +37,7 @@ Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 Salt = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Stop = str | Annotated[list[str], Field(fail_fast=True)]
 
 
 # What a beam search does not look at, so that it is refused, beside what `pagoda_proto.params` refuses.
@@ -45,6 +46,11 @@ BESIDE_BEAMS = (
     "thinking_token_budget",
 )  # fmt: skip
 PLAIN_VERBOSITY = "medium"  # what clients send who ask for nothing in particular
+
+
+def stop_strings(stop: Stop | None) -> tuple[str, ...]:
+    """A text is one of them."""
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
 class TextPart(Body):
@@ -156,7 +162,7 @@ class Sampling(PlainParameters):
     stream_options: StreamOptions | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     max_tokens: int | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop: Stop | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_keyed_by_token_id)] | None = None
     user: Label | None = Field(None, description="informational")
 

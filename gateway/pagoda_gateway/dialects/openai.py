@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pagoda_gateway.api.encoding import DONE, Events, encoded, encoded_list, event
 from pagoda_gateway.api.forms.fields import Form
-from pagoda_gateway.api.schemas import PLAIN_VERBOSITY, Sampling
+from pagoda_gateway.api.schemas import PLAIN_VERBOSITY, Sampling, stop_strings
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.logprobs import prompt_logprobs
@@ -46,14 +46,13 @@ def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
     defaults = {} if body.use_beam_search else text.sampling_defaults
     fields: dict[str, Any] = {**defaults, "prompt_logprobs": body.prompt_logprobs}
     fields |= {name: value for name in PLAIN if (value := getattr(body, name)) is not None}
-    stop: Any = () if body.stop is None else body.stop
     form = body.form or NO_FORM
     with named_as_in_body({"grammar": form.field}):
         grammar = _grammar(form, text)
         return SamplingParams(
             **fields | asked,
             seed=body.seed,
-            stop=stop,
+            stop=stop_strings(body.stop),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
             allowed_token_ids=tuple(body.allowed_token_ids or ()),

@@ -17,6 +17,7 @@ from pagoda_gateway.api.responses_schemas import (
     ResponsesRequest,
     read_items,
 )
+from pagoda_gateway.api.schemas import stop_strings
 from pagoda_gateway.clients import Caller, origin_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.dialect import Dialect
@@ -79,7 +80,7 @@ def _params(body: ResponsesRequest, text: ModelText) -> SamplingParams:
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
         seed=body.seed,
-        stop=() if body.stop is None else body.stop,  # type: ignore[arg-type]
+        stop=stop_strings(body.stop),
         grammar=body.form.grammar,
     )
 
