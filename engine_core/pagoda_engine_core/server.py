@@ -30,6 +30,7 @@ from pagoda_engine_core.workers import endpoints
 from pagoda_engine_core.workers.zmq_executor import ZmqExecutor
 from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
+from pagoda_proto.health.services import LIVE
 from pagoda_proto.health.sign_file import SignFile
 from pagoda_proto.keys import TlsKeys, load_tls
 from pagoda_proto.records import Load
@@ -40,8 +41,6 @@ log = logging.getLogger(__name__)
 Report = Callable[[dict[str, object]], None]
 
 SERVICES = ("", "pagoda.engine.v1.Engine", "pagoda.engine.v1.Admin")
-LIVE = "live"
-"""The health service of the process itself: SERVING while the loop comes round, whether workers are there or not."""
 MAX_STREAMS = 1024
 GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),

@@ -17,9 +17,8 @@ from http.client import HTTPException
 from pathlib import Path
 
 from pagoda.settings.numbers import number
+from pagoda_proto.health.services import LIVE
 from pagoda_proto.keys import TLS_SERVER_NAME, KeyFileError, load_tls
-
-LIVE = "live"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
