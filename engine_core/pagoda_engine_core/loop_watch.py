@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 TOUCH_S = 1.0
-LAST_WORDS_S = 1.0
+TELLING_S = 1.0  # for the stacks to be told; then the process ends all the same
 EXIT_CODE = 1
 
 
@@ -59,7 +59,7 @@ async def end_when_stuck(passed_at: Callable[[], float], stuck_s: float = LOOP_S
         if watch.look(passed_at(), clock()):
             break
     stderr = sys.__stderr__ or sys.stderr
-    faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=stderr)  # logging may be what is stuck
+    faulthandler.dump_traceback_later(TELLING_S, exit=True, file=stderr)  # logging may be what is stuck
     log.critical("the engine loop has not come round for %g s; this process ends", stuck_s)
     faulthandler.dump_traceback(file=stderr, all_threads=True)
     os._exit(EXIT_CODE)
