@@ -186,8 +186,8 @@ class KeptResponses:
         """`content`: a new name, by which whoever does not know whether this was done finds out. Room is taken before.
         Raises Conflict when the record is not that one any more."""
         name = record.key
-        told = await self._logs.size(log_of(name, EVENTS)) + await self._logs.size(log_of(name, LARGE))
-        num_bytes = kept.num_bytes + len(response) + told
+        events, large, job = [await self._logs.size(log_of(name, kind)) for kind in (EVENTS, LARGE, JOB)]
+        num_bytes = kept.num_bytes - job + len(response) + events + large
         ended = msgspec.structs.replace(kept, ended=True, num_bytes=num_bytes, reserved=0, content=content)
         await self._keep(name, record.owner, ended, {ended.object_log(name): response}, record)
         self._room.freed(record.owner, kept.held.minus(ended.held))
