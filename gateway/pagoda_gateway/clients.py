@@ -10,6 +10,7 @@ prefixes with nobody else.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from pagoda_gateway.page import files
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Scope = MutableMapping[str, Any]  # of ASGI
+
+_WITH_PORT = re.compile(r"\[([^]]*)\](?::\d+)?|([^:]*):\d+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class TrustedProxies:
         client = peer
         if self.trusts(peer):
             hops = b",".join(forwarded_for).decode("latin-1").split(",")
-            for hop in reversed([hop.strip() for hop in hops]):
+            for hop in map(_without_port, reversed(hops)):
                 if _address(hop) is None:
                     break
                 client = hop
@@ -120,6 +123,12 @@ def client_key(address: str) -> str:
     if isinstance(found, ipaddress.IPv6Address):
         return str(ipaddress.ip_network((found, 64), strict=False))
     return address if found is None else str(found)
+
+
+def _without_port(hop: str) -> str:
+    """Some proxies write `1.2.3.4:567`, or `[2001:db8::5]:567`."""
+    written = _WITH_PORT.fullmatch(hop.strip())
+    return hop.strip() if written is None else written[written.lastindex or 0]
 
 
 def _address(text: str) -> Address | None:

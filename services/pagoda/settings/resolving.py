@@ -255,7 +255,17 @@ def _is_service_link(variable: str, text: str) -> bool:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML lets a later key silently replace an earlier one; a settings file must not."""
+    """YAML lets a later key silently replace an earlier one; a settings file must not. And what a tag says of a value
+    that is no such thing (`!!bool x`) is the file's fault, and has a place in it."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(
+                problem=f"this cannot be read as {kind}", problem_mark=node.start_mark
+            ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = []
@@ -276,7 +286,7 @@ def _from_file(path: str, problems: list[str]) -> dict[str, Value]:
     except yaml.YAMLError as error:
         problems.append(f"config file {path} is not YAML: {_where_and_why(error, text)}")
         return {}
-    except (OSError, ValueError, RecursionError) as error:  # not there; not UTF-8, an endless number; too deep
+    except (OSError, ValueError, RecursionError) as error:  # not there; not UTF-8; too deep
         problems.append(f"config file {path} cannot be read: {getattr(error, 'strerror', None) or error}")
         return {}
     if content is None:

@@ -101,6 +101,8 @@ def test_all_problems_are_told_at_once_with_their_sources(tmp_path: Path) -> Non
         ("port: 1\nhost: \x01", "is not YAML: line 2, column 7: special characters are not allowed, character 0x1"),
         ("- port", "must hold a mapping"),
         ("port: 1\nport: 2", "is not YAML: line 2, column 1: key 'port' is given twice"),
+        ("host: x\nport: !!bool x", "is not YAML: line 2, column 7: this cannot be read as bool"),
+        ("port: !!timestamp x", "is not YAML: line 1, column 7: this cannot be read as timestamp"),
         ("port: " + "9" * 9999, "cannot be read"),
         ("port: " + "[" * 1000, "cannot be read"),
         ("port: " + "9" * 99, "port must be between 0 and 65535, got 999"),
