@@ -262,9 +262,9 @@ class _UniqueKeys(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError) as error:
-            kind = node.tag.rpartition(":")[2]
+            why = f"this cannot be read as {node.tag.rpartition(':')[2]}"
             raise yaml.MarkedYAMLError(
-                problem=f"this cannot be read as {kind}", problem_mark=node.start_mark
+                problem=why, problem_mark=node.start_mark
             ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
