@@ -263,9 +263,7 @@ class _UniqueKeys(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError) as error:
             why = f"this cannot be read as {node.tag.rpartition(':')[2]}"
-            raise yaml.MarkedYAMLError(
-                problem=why, problem_mark=node.start_mark
-            ) from error
+            raise yaml.MarkedYAMLError(problem=why, problem_mark=node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = []
