@@ -43,3 +43,9 @@ def test_all_problems_are_told_at_once() -> None:
 
 def test_swap_space_may_be_left_to_us() -> None:
     assert WorkerConfig(swap_space_gib=-1).swap_space_gib == AUTO_SWAP_SPACE
+
+
+def test_one_file_cannot_tell_liveness_and_readiness() -> None:
+    with pytest.raises(ValueError, match="ready_file must not be alive_file"):
+        WorkerConfig(alive_file="/tmp/sign", ready_file="/tmp/sign")
+    assert not WorkerConfig().ready_file

@@ -147,6 +147,8 @@ def _further_problems(config: WorkerConfig) -> Iterator[Problem]:
         read_lora_modules(config.lora_modules)
     except ValueError as error:
         yield Problem("lora_modules", str(error))
+    if config.alive_file and config.alive_file == config.ready_file:
+        yield Problem("ready_file", "ready_file must not be alive_file: a worker can be alive without being ready")
     if config.block_size % 16:
         yield Problem("block_size", f"block_size must be a multiple of 16, got {config.block_size}")
     if bool(config.draft_model) != (config.speculation == "draft-model"):
