@@ -1,1 +1,1 @@
-"""A job from what was asked to its last update, whatever API asked. No HTTP needed."""
+"""Runs a job from the request to its last update, for every API. Needs no HTTP server."""

@@ -1,6 +1,6 @@
-"""A job is what was asked, complete: whoever has it can run it, and show what came of it, without the request.
+"""A job is a complete request: whoever holds it can run it and format its answer without the HTTP request.
 
-It is written once, and can be stored: plain values all the way down.
+It never changes once written, and can be stored, because it consists of plain values only.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pagoda_proto.records import RequestRecord
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the answer is to be shown; what the engine core is asked for is in the records.
+    """How to present the answer; the records say what the engine core generates.
 
     Attributes:
-        n: Choices per prompt; of more that ran, the likeliest.
-        how: How the text is read.
-        stream: As events, and not as one object.
-        usage: A stream tells its usage at its end; `running_usage`: in every chunk.
-        logprobs: This many alternatives for every token; None shows nothing. `prompt_logprobs`: the same of prompts.
-        token_ids: Token ids beside the text.
-        thoughts: Where dialects have a place for them.
-        echoes: By prompt, the text that its choices begin with.
-        prompt_only: Nothing of the output.
-        form_field: What errors call the `grammar` of the records.
+        n: Choices to return per prompt; if more ran, the likeliest ones.
+        how: How to parse the text.
+        stream: Send events instead of one object.
+        usage: End a stream with its usage; `running_usage`: report it in every chunk.
+        logprobs: Number of alternatives per token; None shows nothing. `prompt_logprobs`: the same for prompt tokens.
+        token_ids: Send token ids beside the text.
+        thoughts: Show reasoning, in dialects that have a field for it.
+        echoes: For each prompt, the text that its choices begin with.
+        prompt_only: Show none of the output.
+        form_field: The name by which errors call the records' `grammar`.
     """
 
     n: int = 1
@@ -45,12 +45,13 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """`created` in Unix seconds; `model` is the served name; a record per prompt, alike but for prompt, id and seed.
+    """`created` is in Unix seconds and `model` is the served name. `records` has one record per prompt; they differ
+    only in prompt, id and seed.
 
-    `owner` is the tenant who asked. `head` is what the answer says of what was asked, and `items` what the conversation
-    is to be kept as, in dialects that have such. `loose_grammar` says less than the records' own, and is used where
-    that cannot be, if it is not "". At `due_at`, in Unix seconds, it ends, whole or not; 0 is never. `ticket` is the
-    name of the one that it has, if its client gave it a key.
+    `owner` is the tenant. In dialects that use them, `head` holds the request's fields that the answer repeats, and
+    `items` the conversation as it will be stored. If `loose_grammar` is not "", it is a weaker grammar for when the
+    records' own cannot be used. The job ends at `due_at` (Unix seconds), complete or not; 0 means never. `ticket` is
+    the name of its ticket, if its client sent a key.
     """
 
     id: str
@@ -74,16 +75,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.records[0].adapter if self.records else None
 
     def due(self, at: float, timeout_s: float) -> Job:
-        """The same, to be done at this time, which is so far away: until then it may wait to begin."""
+        """A copy due at `at`, which is `timeout_s` from now; it may wait in the queue until then."""
         records = tuple(msgspec.structs.replace(record, queue_timeout_s=timeout_s) for record in self.records)
         return msgspec.structs.replace(self, records=records, due_at=at)
 
     def of_many(self) -> Job:
-        """The same for whoever reads it, now or later, each with a time of its own: it waits as long as any may."""
+        """A copy without a deadline, for readers that each have their own: it may queue as long as any request."""
         return self.due(0.0, 0.0)
 
     def loosened(self) -> Job:
-        """The same with the grammar that says less."""
+        """A copy with the weaker grammar."""
         records = []
         for record in self.records:
             params = msgspec.structs.replace(record.task.params, grammar=self.loose_grammar)

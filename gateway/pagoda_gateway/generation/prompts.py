@@ -1,7 +1,7 @@
-"""Text becomes token ids in pieces whose cost the context bounds, however long the text is.
+"""Tokenises text in pieces, so that the context length bounds the cost, however long the text is.
 
-What is certain to be too long is refused before any work; what is likely to be is counted slice by slice until it is
-certain. Nothing here runs on the event loop unless it is short.
+A text that is certainly too long is refused before any work is done; one that is probably too long is counted slice by
+slice until that is certain. Only short work runs on the event loop.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import too_long
 
 SLICE_CHARS = 32 * 1024
-CHARS_PER_TOKEN = 8  # a text of fewer characters per token of the context is tokenised without being counted first
-CHARS_PER_VALUE = 8  # what a number or an empty object costs, as text
+CHARS_PER_TOKEN = 8  # a text of at most this many characters per token of context is tokenised without counting first
+CHARS_PER_VALUE = 8  # cost of a number or an empty object, in characters
 IDS_PER_PIECE = 16 * 1024
-CERTAIN = 2  # slices cut words, so only twice too many tokens are certainly too many
+CERTAIN = 2  # slicing splits words, so a count is only certainly too large beyond twice the limit
 
 
 class ChatPrompt(NamedTuple):
-    """`thinking` is where it leaves the model; None where thoughts are not known from text."""
+    """`thinking` is the reasoning state at the end of the prompt; None if reasoning cannot be told from text."""
 
     token_ids: list[int]
     thinking: Thinking | None
@@ -40,10 +40,10 @@ class ChatPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """Turns one request's text into tokens; its client's turns in the pool are its own.
+    """Tokenises the text of one request; the pool takes turns between clients.
 
-    `asked` is how many output tokens the request wants, for messages; None for as many as there is room for. With
-    `max_chars` that is the bound, and not the context. With `keep` only so many tokens are kept, the last ones.
+    `asked` is the number of output tokens that the request wants, for error messages; None for as many as fit.
+    `max_chars`, if given, is the limit instead of the context. `keep`, if given, keeps only the last `keep` tokens.
     """
 
     pool: TextPool
@@ -55,10 +55,10 @@ class Reader:
     keep: int | None = None
 
     async def chat(self, size: int, read: Callable[[], Chat], add_special_tokens: bool = False) -> ChatPrompt:
-        """A rendered chat, which `read` makes of `size` characters.
+        """Render and tokenise a chat of `size` characters, which `read` parses.
 
         Raises:
-            PagodaError: the template does not take it, or it does not fit.
+            PagodaError: the template does not accept it, or it does not fit.
         """
         model_text = self.model.text
 
@@ -81,7 +81,7 @@ class Reader:
         return ChatPrompt(last(token_ids, self.keep), thinking)
 
     async def plan(self, size: int, wanted: Wanted, thinking: Thinking | None, place: Callable[[str], str]) -> Plan:
-        """How the answer to a chat is made, with tools of `size` characters. Raises InvalidParams."""
+        """Plan the grammar and parsing of a chat's answer; its tools have `size` characters. Raises InvalidParams."""
         return await self.pool.run(
             self.client, size, partial(plan_of, self.model.text.formats, wanted, thinking, place)
         )
@@ -92,7 +92,7 @@ class Reader:
             self.check_size(len(text))
         found: list[list[int]] = []
         for part in _batches(texts):
-            await self._count(part[0])  # what is longer than a slice is in a batch of its own
+            await self._count(part[0])  # a text longer than a slice is alone in its batch
 
             def work(part: Sequence[str] = part) -> list[list[int]]:
                 encode = self.model.text.encode
@@ -103,12 +103,12 @@ class Reader:
         return found
 
     async def check(self, text: str) -> None:
-        """Refuse a text that is certainly too long. Raises PagodaError."""
+        """Reject a text that is certainly too long. Raises PagodaError."""
         self.check_size(len(text))
         await self._count(text)
 
     def check_size(self, num_chars: int) -> None:
-        """Refuse before any work what is certainly too long. Raises PagodaError."""
+        """Reject, before any work, a text that is certainly too long. Raises PagodaError."""
         if self.max_chars is not None:
             if num_chars > self.max_chars:
                 message = f"at most {self.max_chars} characters are allowed, got {num_chars}"
@@ -136,10 +136,10 @@ class Reader:
 
 
 def num_kept(truncate: int | None, asked: int | None, max_model_len: int) -> int | None:
-    """How many tokens of a prompt `truncate_prompt_tokens` keeps: -1 says all that leave room for what is `asked`.
+    """How many tokens of a prompt `truncate_prompt_tokens` keeps: -1 keeps all that leave room for `asked` tokens.
 
     Raises:
-        InvalidParams: more than the context.
+        InvalidParams: it exceeds the context.
     """
     if truncate is not None and truncate > max_model_len:
         message = f"must be at most {max_model_len}, this model's context, got {truncate}"
@@ -148,7 +148,7 @@ def num_kept(truncate: int | None, asked: int | None, max_model_len: int) -> int
 
 
 def last(token_ids: list[int], keep: int | None, opening: Sequence[int] = ()) -> list[int]:
-    """The last `keep` tokens, where it is given; special tokens that the tokenizer puts first stay there."""
+    """The last `keep` tokens, or all if None; special tokens that the tokenizer puts first stay in front."""
     if keep is None or len(token_ids) <= keep:
         return token_ids
     begins = len(opening) if len(opening) < keep and token_ids[: len(opening)] == list(opening) else 0
@@ -156,7 +156,7 @@ def last(token_ids: list[int], keep: int | None, opening: Sequence[int] = ()) ->
 
 
 def _thinking(text: ModelText, chat: Chat, prompt: str) -> Thinking | None:
-    """Where the prompt leaves the model; None where it has no thoughts that are known here."""
+    """The reasoning state at the end of the prompt; None if the model has no reasoning format known here."""
     reasoning = text.formats.reasoning
     if reasoning is None:
         return None
@@ -167,7 +167,7 @@ def _thinking(text: ModelText, chat: Chat, prompt: str) -> Thinking | None:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Texts in their order, a slice's worth or a single one at a time."""
+    """Group texts, in order, into batches of at most one slice, or of a single longer text."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -181,8 +181,8 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def work_size(value: Any) -> int:
-    """How much there is to read in a body's part: characters, and something for every value. Not counted further than
-    to a large one."""
+    """The size of part of a body: its characters, plus a constant for every other value. Counting stops once it is
+    large."""
     waiting, size = [value], 0
     while waiting and size <= LARGE_SIZE:
         item = waiting.pop()
@@ -205,7 +205,7 @@ def at_most(name: str, count: int, limit: int) -> None:
 async def text_of(
     pool: TextPool, text: ModelText, client: str, token_ids: Sequence[int], *, skip_special_tokens: bool = False
 ) -> str:
-    """The text of whole token sequences, in pieces likewise."""
+    """Detokenise a whole token sequence, likewise in pieces."""
     detokenizer = Detokenizer(text.table, skip_special_tokens=skip_special_tokens, at_start=True)
     pieces: list[str] = []
     for start in range(0, len(token_ids), IDS_PER_PIECE):

@@ -1,6 +1,6 @@
-"""A job is run by whoever needs it, charged, and logged when it is over; nothing else of the gateway starts a run.
+"""Runs a job for any caller, charges it, and logs its end; nothing else in the gateway starts a run.
 
-Where transcripts are kept, one is written of each that has finished, whoever read it.
+If transcripts are kept, each finished run leaves one, whoever read it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ async def running(
     through: Through = lambda taker: taker,
     outcomes: Outcomes | None = None,
 ) -> AsyncIterator[Run]:
-    """`client` is for the log; `through` as in `Run.start`; `outcomes` takes what is read, if it is given.
+    """`client` is for the log; `through` is as in `Run.start`; `outcomes`, if given, collects the updates read.
 
     Raises:
-        PagodaError: no engine core takes it.
+        PagodaError: no engine core accepts the job.
     """
     model = ctx.catalogue.of_job(job.model, job.adapter)
     outcomes = outcomes or (Outcomes() if ctx.transcripts.wanted else None)
@@ -43,7 +43,7 @@ async def running(
     finished = False
 
     def on_end(usage: Usage, outcome: Outcome) -> None:
-        """Knows nothing of the run, which knows it: what the run holds is to be freed with its last reader."""
+        """Must not refer to the run, which refers to it: the run must be freed with its last reader."""
         nonlocal finished
         finished = outcome is Outcome.FINISHED
         charge.end(usage)
@@ -72,7 +72,7 @@ def _keep_transcript(ctx: GatewayContext, run: Run, outcomes: Outcomes) -> None:
 
 
 def transcribed(run: Run, outcomes: Outcomes) -> Transcript | None:
-    """Of a run that has finished and was read to its end; None where it is more than a transcript holds."""
+    """The transcript of a run that has finished and was read to its end; None if it exceeds a transcript's limit."""
     if outcomes.too_many:
         return None
     parts = [

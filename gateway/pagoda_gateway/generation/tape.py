@@ -1,7 +1,7 @@
-"""What is generated of a job is kept as it comes, as tokens; whoever comes later reads it from the first one.
+"""A tape records a job's tokens as they are generated; a reader that joins later reads them from the first one.
 
-Text is no part of it: every reader makes it anew, with the code that would have made it live. So a reader that comes
-late, one that was there, and one that is given a tape out of the store see the same.
+It holds no text: every reader detokenises for itself, with the code that serves live streams. So a reader that joins
+late, one that was there from the start, and one that reads a stored tape see the same.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from pagoda_proto.records import Begun, Delta, RequestRecord
 
 
 class Tape:
-    """Implements `MadeOf`, and `Submitting` for its readers: what they submit is on it. One writes it, by `recording`.
+    """Implements `MadeOf`, and `Submitting` for its readers: it answers their requests. A single run writes it, through
+    `recording`.
 
-    `start`, then `end` or `fail`; a tape that failed has no more readers. `life` tells its requests from those of an
-    earlier gateway, of which an engine core may not know yet that nobody wants them.
+    Call `start`, then `end` or `fail`; a tape that failed has no further readers. `life` distinguishes its requests
+    from those of an earlier gateway, which an engine core may not know to be abandoned yet.
     """
 
     def __init__(self, job_id: str, life: str = "") -> None:
@@ -39,7 +40,7 @@ class Tape:
 
     @classmethod
     def of(cls, job_id: str, kept: bytes) -> Tape:
-        """One that has ended, from its `dump`. Raises msgspec.DecodeError, ValidationError."""
+        """A tape that has ended, from its `dump`. Raises msgspec.DecodeError, ValidationError."""
         tape = cls(job_id)
         tape.start(tape._fill(kept))
         tape.end()
@@ -47,7 +48,7 @@ class Tape:
 
     @classmethod
     def begun(cls, job_id: str, life: str, kept: bytes) -> Tape:
-        """One that is to be gone on with, from its `dump`. Raises msgspec.DecodeError, ValidationError."""
+        """A tape to be continued, from its `dump`. Raises msgspec.DecodeError, ValidationError."""
         tape = cls(job_id, life)
         tape._fill(kept)
         return tape
@@ -60,7 +61,7 @@ class Tape:
 
     @property
     def num_numbers(self) -> int:
-        """Token ids and log-probabilities: in a dump each takes a byte at least."""
+        """Number of token ids and log-probabilities; in a dump each takes at least one byte."""
         return sum(whole.num_numbers for whole in self._whole.values())
 
     def dump(self) -> bytes:
@@ -69,7 +70,7 @@ class Tape:
 
     @property
     def ended(self) -> bool:
-        """Nothing comes any more."""
+        """Whether no more deltas will come."""
         return self._ended or self._error is not None
 
     @property
@@ -77,7 +78,7 @@ class Tape:
         return self._started.is_set()
 
     def tag(self) -> str:
-        """Of what it is made: of weights and numerics, too, from its first tokens on, where these say it."""
+        """A digest of what the tape was made from: the job and, once a delta has named them, weights and numerics."""
         return self._tag
 
     def fits(self, tag: str) -> bool:
@@ -88,30 +89,30 @@ class Tape:
         return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:8]
 
     def start(self, fingerprint: str) -> None:
-        """An engine core has taken all of the job."""
+        """Called when an engine core has accepted the whole job."""
         self.fingerprint = fingerprint
         self._started.set()
 
     async def started(self) -> None:
-        """Raises PagodaError where the job was refused."""
+        """Wait until the job is accepted. Raises PagodaError if it was refused."""
         await self._started.wait()
         self.check()
 
     def check(self) -> None:
-        """Raises PagodaError where it has failed."""
+        """Raises PagodaError if the run has failed."""
         if self._error is not None:
             raise self._error.with_traceback(None)
 
     def recording(self, engine: Submitting) -> Submitting:
-        """The engine, for the one whose reading writes this tape."""
+        """The engine for the run that writes this tape: whatever that run reads is recorded."""
         return _Recorder(self, engine, self._life)
 
     def begin(self, request_id: str) -> None:
-        """What there was of it before was refused."""
+        """Discard deltas of an earlier attempt, which was refused."""
         self._whole[request_id] = WaitingDeltas()
 
     def add(self, delta: Delta) -> None:
-        """It stays the giver's."""
+        """Copies `delta`, which stays the caller's."""
         if self._begun is None and delta.tokens.begun is not None:
             self._begun = delta.tokens.begun
             self._tag = self._tag_with(self._begun)
@@ -134,7 +135,7 @@ class Tape:
                 reading.news.set()
 
     def so_far(self, request_id: str) -> list[Delta]:
-        """They are the taker's."""
+        """Copies, which belong to the caller."""
         return _copies(self._whole.get(request_id, WaitingDeltas()))
 
     async def submit(self, record: RequestRecord, *, counted: bool = True, prior: Sequence[Delta] = ()) -> Generation:
@@ -151,7 +152,7 @@ class Tape:
 
 
 class _Reading:
-    """Implements `Generation`: what others have of it does not end with this one."""
+    """Implements `Generation` for one reader: closing it does not affect the others."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -187,8 +188,8 @@ class _Recorder:
         self._life = life
 
     async def submit(self, record: RequestRecord, *, counted: bool = True, prior: Sequence[Delta] = ()) -> Generation:
-        """Its id is no part of what is generated; what a client called it stays at its end. What is on the tape of it
-        is not generated again."""
+        """Tokens do not depend on the request id, so `life` may change it; the client's name for it stays at its end.
+        Tokens already on the tape are not generated again."""
         head, dot, name = record.request_id.partition(".")
         request_id = f"{head}-{self._life}{dot}{name}" if self._life else record.request_id
         named, so_far = msgspec.structs.replace(record, request_id=request_id), self._tape.so_far(record.request_id)
@@ -201,7 +202,7 @@ class _Recorder:
 
 
 class _Recorded:
-    """Implements `Generation` by another one; `so_far` is on the tape, and comes first."""
+    """Implements `Generation` on top of another one; `so_far` is already on the tape, and is returned first."""
 
     def __init__(self, tape: Tape, request_id: str, generation: Generation, so_far: list[Delta]) -> None:
         self._tape = tape
@@ -230,7 +231,7 @@ def _copies(whole: WaitingDeltas) -> list[Delta]:
 
 
 def _copy(delta: Delta) -> Delta:
-    """With lists of its own: who gets it may extend them."""
+    """With its own lists, which the receiver may extend."""
     tokens = delta.tokens
     own = msgspec.structs.replace(
         tokens,

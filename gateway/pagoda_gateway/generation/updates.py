@@ -1,4 +1,4 @@
-"""Token deltas of a choice become updates; updates add up to the whole choice, however they were cut."""
+"""Turns a choice's token deltas into updates, which add up to the same choice however the deltas were split."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pagoda_proto.records import Delta, RequestRecord
 from pagoda_proto.steps import TopLogprobs
 
 SHORT_ID_CHARS = 9
-MAX_LEAD_TOKENS = 2  # before thoughts there is white space at most
+MAX_LEAD_TOKENS = 2  # only white space may precede reasoning
 
 
 @dataclass(slots=True)
 class Update:
-    """What came of one choice at once: tokens, their log-probabilities if they were asked for, and what they say."""
+    """New output of one choice: tokens, their log-probabilities if requested, and the events parsed from them."""
 
     choice: int
     token_ids: list[int]
@@ -43,7 +43,7 @@ class Update:
 
 
 class ChoiceReader:
-    """Reads one choice, up to its ending."""
+    """Reads one choice until it ends."""
 
     def __init__(self, index: int, text: ModelText, record: RequestRecord, how: HowRead) -> None:
         self.index = index
@@ -56,7 +56,7 @@ class ChoiceReader:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """So far; None where that is not certain."""
+        """The count so far; None if it cannot be known exactly."""
         return None if self._thoughts is None else self._thoughts.number
 
     def read(self, delta: Delta) -> Update:
@@ -73,7 +73,7 @@ class ChoiceReader:
         return Update(self.index, new.token_ids, new.logprobs, events)
 
     def _named(self, event: Said) -> Said:
-        """Calls get ids as chat templates demand them where ids must be short: those follow from the request's."""
+        """Give a call the short id that some chat templates require, derived from the request's id."""
         if not isinstance(event, CallBegun):
             return event
         digest = hashlib.sha256(f"{self._request_id} {self.index} {event.index}".encode()).digest()
@@ -82,11 +82,11 @@ class ChoiceReader:
 
 
 class ThoughtCount:
-    """How many tokens of a choice are thoughts, with their marks: certain where each mark is one token.
+    """Counts a choice's reasoning tokens, markers included; exact, as each marker it counts by is a single token.
 
     Args:
-        opens: The token that opens thoughts; None where the prompt has opened them.
-        closes: The one that ends them.
+        opens: The token that opens reasoning; None if the prompt has opened it.
+        closes: The token that closes it.
     """
 
     def __init__(self, opens: int | None, closes: int) -> None:
@@ -98,7 +98,7 @@ class ThoughtCount:
 
     @staticmethod
     def of(formats: Formats, how: HowRead) -> ThoughtCount | None:
-        """None where the number is not certain."""
+        """None if the number cannot be known exactly."""
         reasoning = formats.reasoning
         if reasoning is None or how.thinking is None or reasoning.again:
             return None
@@ -133,7 +133,7 @@ class GatheredCall:
 
 @dataclass
 class Gathered:
-    """What one choice has become so far."""
+    """The output of one choice so far."""
 
     thoughts: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
