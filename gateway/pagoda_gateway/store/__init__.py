@@ -1,1 +1,1 @@
-"""What outlives a request and a process: records, logs, claims and counters, in one of two back ends."""
+"""Everything that outlives a request or a process: records, logs and claims, in one of two back ends."""

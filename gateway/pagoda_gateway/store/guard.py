@@ -1,7 +1,7 @@
-"""Whoever asks a store that is slow or gone is told so in bounded time, and nearly always at once.
+"""A circuit breaker: calls to a slow or lost store fail in bounded time, and nearly always at once.
 
-A call has a time budget. One that fails opens the circuit: nobody calls for a while, then one call tries, and while it
-tries the others are refused. So a store that hangs costs one call now and then, whoever wanted it.
+Each call has a time budget. A call that fails opens the circuit: all calls are refused for a while, then one is let
+through as a probe while the others are still refused. So a store that hangs delays only one call now and then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OUTCOMES = ("answered", "full", "failed", "late", "refused")
 
 
 class Circuit:
-    """When the store may be asked. Pure: `now` is any monotonic clock."""
+    """Decides when the store may be called. Pure: `now` is any monotonic clock."""
 
     def __init__(self, rest_s: float, rest_most_s: float) -> None:
         self._rest_s = self._first_s = rest_s
@@ -38,7 +38,7 @@ class Circuit:
         return self._failing
 
     def wait_s(self, now: float) -> float:
-        """0 where the store may be asked now; then `ended` is called in any case."""
+        """0 if the store may be called now; the caller must then call `ended`, whatever happens."""
         if not self._failing:
             return 0.0
         if now < self._closed_until:
@@ -49,7 +49,7 @@ class Circuit:
         return 0.0
 
     def ended(self, now: float, *, well: bool | None) -> None:
-        """`well`: None for a call of which nobody knows, as its caller left."""
+        """`well`: None if the outcome is unknown because the caller was cancelled."""
         self._trying = False
         if well:
             self._failing, self._rest_s = False, self._first_s
@@ -62,7 +62,7 @@ class Circuit:
 
 
 class GuardedStore:
-    """Implements `Store` by another one. `on_outcome` is told one of OUTCOMES of every call."""
+    """Implements `Store` on top of another one. `on_outcome` receives one of OUTCOMES for every call."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class GuardedStore:
 
     @property
     def failing(self) -> bool:
-        """Whether the last that was heard of it was a failure."""
+        """Whether the last known outcome was a failure."""
         return self._circuit.failing
 
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -88,7 +88,7 @@ class GuardedStore:
         if wait_s:
             self._on_outcome("refused")
             raise unavailable("the circuit is open", wait_s)
-        outcome = why = ""  # nobody knows: who wanted it left
+        outcome = why = ""  # stays unknown if the caller is cancelled
         try:
             async with asyncio.timeout(self._budget_s):
                 result = await call()

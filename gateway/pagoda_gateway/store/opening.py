@@ -1,4 +1,4 @@
-"""An address becomes a store. Nothing is connected yet: a store that is gone is no reason not to serve."""
+"""Makes a store from its address, without connecting: a gateway serves even if its store is unreachable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHARED = ("redis", "rediss", "unix")
 
 
 def store_problem(address: str) -> str:
-    """What is wrong with an address, "" if nothing is. An address may hold a password, which is not repeated."""
+    """What is wrong with an address, or "". The message does not repeat the address, which may hold a password."""
     if address in ("", MEMORY) or _path(address):
         return ""
     try:
@@ -30,15 +30,16 @@ def store_problem(address: str) -> str:
 
 
 def is_lasting(address: str) -> bool:
-    """Whether what is kept there outlives the processes that began it."""
+    """Whether data kept there outlives the processes that wrote it."""
     return address not in ("", MEMORY) and not address.startswith(SCRATCH)
 
 
 def open_store(address: str) -> Store:
-    """A store in memory for "". The path of sqlite:///path is absolute; scratch:///path is bounded and lasts less.
+    """Open a store; "" is one in memory. The path of sqlite:///path is absolute; scratch:///path is bounded in size
+    and does not survive a power failure.
 
     Raises:
-        ValueError: the address cannot be used, or what is needed for it is not installed.
+        ValueError: the address is invalid, or a package that it needs is not installed.
     """
     if problem := store_problem(address):
         raise ValueError(f"store {problem}")
@@ -54,6 +55,6 @@ def open_store(address: str) -> Store:
 
 
 def _path(address: str) -> str:
-    """Of a file; "" for another kind of store."""
+    """The path of a store in a file; "" for other stores."""
     scheme, _, path = address.partition("://")
     return os.path.expanduser(path) if f"{scheme}://" in (SQLITE, SCRATCH) else ""

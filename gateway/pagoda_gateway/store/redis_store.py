@@ -1,8 +1,8 @@
-"""Redis or Valkey, shared by several gateways: every call is one script, which the server runs alone.
+"""Redis or Valkey, shared by several gateways: every call is one script, which the server runs atomically.
 
-All keys have one hash tag, so that a cluster keeps them in one place. What an acknowledged write survives is the
-server's to say (`appendonly`, `appendfsync`, replicas): see its settings. Expiry is by the server's clock. Versions do
-not fall behind it, so a server that lost what it had gives none of them twice.
+All keys share one hash tag, so that a cluster keeps them in one slot. The server's settings (`appendonly`,
+`appendfsync`, replicas) determine what an acknowledged write survives. Records expire by the server's clock. Versions
+never fall behind that clock, so a server that has lost its data does not reuse one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ else
 end
 return version
 """
-# KEYS: record. ARGV: expected version or "", what the index's name begins with, key
+# KEYS: record. ARGV: expected version or "", prefix of the index's name, key
 _DELETE = """
 local known = redis.call('HMGET', KEYS[1], 'version', 'owner')
 if ARGV[1] ~= '' and (known[1] or '0') ~= ARGV[1] then return -1 end
@@ -65,7 +65,7 @@ redis.call('DEL', KEYS[1])
 redis.call('ZREM', ARGV[2] .. known[2], ARGV[3])
 return 1
 """
-# KEYS: index. ARGV: what the names of records begin with, limit, position or "", 1 for the newest first, room in bytes
+# KEYS: index. ARGV: prefix of record names, limit, position or "", 1 for newest first, room in bytes
 _LIST = """
 local found, room, reached = {}, tonumber(ARGV[5]), ARGV[3]
 local newest = ARGV[4] == '1'
@@ -86,7 +86,7 @@ while true do
   end
 end
 """
-# KEYS: log. ARGV: expected length or "", expiry in ms or 0 for what it is, parts
+# KEYS: log. ARGV: expected length or "", expiry in ms or 0 to leave it unchanged, parts
 _APPEND = """
 local length = redis.call('LLEN', KEYS[1])
 if ARGV[1] ~= '' and tonumber(ARGV[1]) ~= length then return -1 end
@@ -107,7 +107,7 @@ while at < length do
 end
 return found
 """
-# KEYS: key. ARGV: expiry in ms or 0
+# KEYS: key. ARGV: expiry in ms, or 0 for never
 _KEEP = """
 if ARGV[1] == '0' then return redis.call('PERSIST', KEYS[1]) end
 return redis.call('PEXPIREAT', KEYS[1], ARGV[1])
@@ -127,14 +127,14 @@ return 0
 
 
 class RedisStore:
-    """Implements `Store`. `url` is what redis-py takes: redis://, rediss:// or unix://."""
+    """Implements `Store`. `url` is as redis-py takes it: redis://, rediss:// or unix://."""
 
     def __init__(self, url: str) -> None:
-        """Connects with the first call. Raises ValueError for a URL that is none."""
-        never = Retry(NoBackoff(), 0)  # what is sent twice might be done twice
-        # Whoever asks has a time budget. redis-py's own would wait by wait_for, which may lose a cancellation.
+        """Connects on the first call. Raises ValueError for an invalid URL."""
+        never = Retry(NoBackoff(), 0)  # a command sent twice might be executed twice
+        # Callers have a time budget. redis-py's own timeout uses wait_for, which may lose a cancellation.
         self._redis = Redis.from_url(url, max_connections=MAX_CONNECTIONS, retry=never, protocol=2, socket_timeout=None)
-        self._free = asyncio.Semaphore(MAX_CONNECTIONS)  # of connections: the pool refuses one more than it has
+        self._free = asyncio.Semaphore(MAX_CONNECTIONS)  # the pool raises, instead of waiting, if it has none left
 
     async def _run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
         async with self._free:
@@ -142,10 +142,10 @@ class RedisStore:
             try:
                 return await self._redis.register_script(script)(keys=keys, args=arguments)
             except asyncio.CancelledError:
-                if time.monotonic() - began > times.STORE_REST_S:  # not a caller's whim: it says nothing
+                if time.monotonic() - began > times.STORE_REST_S:  # probably the server's silence, not the caller
                     await self._drop_idle()
                 raise
-            except (RedisError, OSError, RuntimeError) as error:  # the last is uvloop's, of a connection that was reset
+            except (RedisError, OSError, RuntimeError) as error:  # uvloop raises the last after a connection reset
                 why = f"{type(error).__name__}: {error}"
                 if isinstance(error, ResponseError) and "WRONGTYPE" in why:
                     raise Unreadable(f"{keys[0]}: {why}") from error
@@ -155,13 +155,13 @@ class RedisStore:
                 raise unavailable(why, times.STORE_REST_S) from error
 
     async def _drop_idle(self) -> None:
-        """Connections that are idle are to the server that was."""
+        """Close idle connections: they lead to a server that may be gone."""
         with contextlib.suppress(RedisError, OSError, TimeoutError, RuntimeError):
             async with asyncio.timeout(times.STORE_REST_S):
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
 
     async def _changed(self, script: str, keys: Sequence[str], *arguments: Any) -> int:
-        """Raises Conflict where the script says so."""
+        """Run a script that writes. Raises Conflict if it returns CONFLICT."""
         result = int(await self._run(script, keys, *arguments))
         if result == CONFLICT:
             raise Conflict

@@ -1,10 +1,10 @@
-"""SQLite, in a thread of its own: one connection, one call at a time, and a call is one transaction.
+"""SQLite, in a thread of its own: one connection, one call at a time, one transaction per call.
 
-A write is on the disk before its call returns. Other processes may use the same file. Whatever SQLite fails with (a
-locked, full, damaged or read-only file) closes the connection, and the next call opens it again.
+A write is on disk before its call returns. Other processes may use the same file. Any SQLite error (a locked, full,
+damaged or read-only file) closes the connection, and the next call reopens it.
 
-A store that nobody asked to last is scratch: in memory, or a file that outlives its process but not the machine's
-power. It is bounded, as it may lie where little room is.
+A store that need not last is scratch: in memory, or in a file that survives its process but not a power failure. Its
+size is bounded, because it may lie on a small file system.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagoda_gateway.store.interface import MAX_PAGE_BYTES, Conflict, Full, Page,
 from pagoda_proto import times
 
 MEMORY = ":memory:"
-FORMAT = 1  # of the tables; kept as SQLite's user_version
+FORMAT = 1  # version of the tables, stored as SQLite's user_version
 SWEPT_AT_ONCE = 16
 MAX_SCRATCH_BYTES = 512 * 1024 * 1024
 MAX_JOURNAL_BYTES = 64 * 1024 * 1024
@@ -51,9 +51,9 @@ T = TypeVar("T")
 
 
 class SqliteStore:
-    """Implements `Store`. `path` is a file, which is made where there is none, or MEMORY, which is scratch.
+    """Implements `Store`. `path` is a file, created if missing, or MEMORY, which is scratch.
 
-    `clock` tells Unix seconds.
+    `clock` returns Unix seconds.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.time, *, scratch: bool = False) -> None:
@@ -89,7 +89,7 @@ class SqliteStore:
         connection.commit()
 
     def _close(self) -> None:
-        """What is in memory only stays."""
+        """Keep a store in memory open: closing it would lose its data."""
         if self._connection is not None and self._path != MEMORY:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.close()
@@ -99,8 +99,8 @@ class SqliteStore:
         self.close()
 
     def close(self) -> None:
-        """A call that hangs is not waited for. Safe to call twice."""
-        with contextlib.suppress(RuntimeError):  # the thread is on its way out already
+        """Does not wait for a call that hangs. Safe to call twice."""
+        with contextlib.suppress(RuntimeError):  # the thread is already shutting down
             self._thread.submit(self._end)
         self._thread.shutdown(wait=False)
 
@@ -188,7 +188,7 @@ class SqliteStore:
             if index is not None and index != length:
                 raise Conflict
             if not length:
-                _forget(connection, log)  # one that has expired and is not swept yet
+                _forget(connection, log)  # parts of an expired log that is not swept yet
             rows = ((log, length + i, part) for i, part in enumerate(parts))
             connection.executemany("INSERT INTO parts (log, at, part) VALUES (?, ?, ?)", rows)
             row = (log, length + len(parts), expires_at)
@@ -248,7 +248,7 @@ class SqliteStore:
 def _open(path: str, *, scratch: bool) -> sqlite3.Connection:
     if path != MEMORY:
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the same mode
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite creates its other files with the same mode
     connection = sqlite3.connect(path, timeout=times.STORE_LOCKED_S, isolation_level=None)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
@@ -277,7 +277,7 @@ def _record(connection: sqlite3.Connection, collection: str, key: str, now: floa
 def _expected(
     connection: sqlite3.Connection, collection: str, key: str, expect: int | None, now: float
 ) -> Record | None:
-    """What is there. Raises Conflict when it has not the version that was expected."""
+    """The current record. Raises Conflict unless it has the expected version."""
     known = _record(connection, collection, key, now)
     if expect is not None and expect != (interface.ABSENT if known is None else known.version):
         raise Conflict
@@ -285,7 +285,7 @@ def _expected(
 
 
 def _page(items: Iterator[T], size: Callable[[T], int]) -> tuple[list[T], bool]:
-    """The first items that make a page, and whether more were left."""
+    """The items that fit on a page, and whether more remain."""
     page: list[T] = []
     room = MAX_PAGE_BYTES
     for item in items:
@@ -308,7 +308,7 @@ def _forget(connection: sqlite3.Connection, log: str) -> None:
 
 
 def _sweep(connection: sqlite3.Connection, now: float) -> None:
-    """A little of what has expired goes with every write, so that nothing has to go round."""
+    """Called by writes: each deletes a few expired entries, so no periodic sweep is needed."""
     few = f"SELECT name FROM claims WHERE until <= ? LIMIT {SWEPT_AT_ONCE}"
     connection.execute(f"DELETE FROM claims WHERE name IN ({few})", (now,))
     few = f"SELECT collection, key FROM records WHERE expires_at <= ? LIMIT {SWEPT_AT_ONCE}"
