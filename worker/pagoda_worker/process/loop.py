@@ -1,9 +1,9 @@
 """The worker process: load, register, execute plans in order, leave.
 
-Whatever goes wrong between engine core and worker has one remedy: forget all rows and register anew, over new
-connections. The weights stay, and the engine core has every row's record. So a lost lease, a link that swallows what it
-is given, a gap in the steps, a step that raised, a reset and a restarted engine core are one branch: leave `_serve`,
-begin the next `Registration`.
+Every fault between engine core and worker has one remedy: forget all rows and register again over new connections. The
+weights stay loaded, and the engine core has the record of every row. So a lost lease, a link that drops messages, a gap
+in the steps, a step that raised, a reset and a restarted engine core all take one branch: leave `_serve` and begin the
+next `Registration`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ log = logging.getLogger(__name__)
 
 Report = Callable[[dict[str, object]], None]
 
-REPORT_EVERY_S = 0.25  # how often it tells how far loading is
+REPORT_EVERY_S = 0.25  # between reports of loading progress
 TOLD_EVERY = 256  # attempts without an answer: about an hour of them
-PENDING_POLL_S = 0.001  # how soon it notices that a step on a device is over
+PENDING_POLL_S = 0.001  # how soon the loop notices that a step on a device has ended
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this process is: a stable name, and 64 random bits of its own; and how long it took to be ready."""
+    """This process: a stable name, 64 random bits of its own, and how long it took to become ready."""
 
     worker_id: str
     incarnation: str
@@ -65,7 +65,7 @@ class Identity:
 
     @classmethod
     def of_this_process(cls, worker_id: str = "", start_s: float = 0.0) -> Identity:
-        """Raises ValueError for a name that cannot be sent."""
+        """Raises ValueError if the name cannot be sent."""
         name = worker_id or f"{platform.node()[:64]}-{os.getpid()}"
         if not name.isprintable() or len(name.encode()) > MAX_ID_BYTES:
             raise ValueError(f"worker_id: 1 to {MAX_ID_BYTES} printable bytes are needed, got {name[:200]!r}")
@@ -89,24 +89,24 @@ class _StoppedError(Exception):
 
 
 def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
-    """The worker process from start to end.
+    """Run the worker process from start to end.
 
     Args:
-        config: What to serve and for whom.
+        config: What to serve, and the engine core to serve.
         report: Called with events: {"event": "loading", "bytes", "of"}, {"event": "recording", "graphs", "of"} on a
-            GPU, {"event": "loaded", "seconds", "num_blocks"}, {"event": "registering"} when no engine core
-            knows this worker, {"event": "ready", "epoch"} when one does.
-        stop: Once it is set the worker says so, goes on with the rows that it has for as long as the engine core finds
-            no other place for them, `drain_timeout_s` at most, says Goodbye and returns.
+            GPU, {"event": "loaded", "seconds", "num_blocks"}, {"event": "registering"} when no engine core knows this
+            worker, {"event": "ready", "epoch"} when one does.
+        stop: Once it is set, the worker announces that it leaves, continues its rows until the engine core has moved
+            them or `drain_timeout_s` has passed, sends Goodbye and returns.
 
     Raises:
-        ValueError: the model, the address, its keys, the worker's name or a file of its options cannot be used.
+        ValueError: the model, the address, its keys, the worker's name or a file named by an option cannot be used.
         PagodaError: the engine core refused this worker for good.
         RuntimeError: the model failed on its first token, or the device is lost.
     """
     local_or_encrypted(config.engine, Identity.of_this_process(config.worker_id).worker_id, config.keys_dir)
     signs = Signs.of(config)
-    # Model code takes long to import; a bad address is told before.
+    # Importing model code takes long, so a bad address has been reported above.
     from pagoda_worker.process.models import kept_s
     from pagoda_worker.process.startup import load_runner
 
@@ -127,14 +127,14 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
 
 
 def load_for_forks(config: WorkerConfig, report: Report) -> None:
-    """Load, on behalf of the workers that will be forked off this process, what `run` would; see `keep_models`."""
+    """Load what `run` would, for workers that will be forked off this process; see `keep_models`."""
     from pagoda_worker.process.models import keep_models
 
     keep_models(config, _telling(report, threading.Event()))
 
 
 def _telling(report: Report, stop: threading.Event) -> Callable[[int, int], None]:
-    """What loading is to call with bytes loaded and bytes in all; it raises _StoppedError once `stop` is set."""
+    """The progress callback for loading (bytes loaded, bytes in all); it raises _StoppedError once `stop` is set."""
     told_at = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -156,7 +156,7 @@ def serve(
     start_s: float = 0.0,
     signs: Signs = NO_SIGNS,
 ) -> None:
-    """Serve the engine core at `config.engine` until it has no use for this worker, or `stop` is set: see `run`.
+    """Serve the engine core at `config.engine` until it dismisses this worker or `stop` is set: see `run`.
 
     Raises:
         ValueError: the address, its keys or the worker's name cannot be used.
@@ -175,7 +175,7 @@ def serve(
 
 
 class StepLoop:
-    """The data connection's side of the worker, run by one thread."""
+    """The worker's side of the data connection, run by one thread."""
 
     def __init__(
         self,
@@ -190,13 +190,13 @@ class StepLoop:
         self._connect = connect
         self._progress = progress
         self._departure = departure
-        whole = 0 if runner.facts.num_blocks else runner.facts.max_model_len  # a prompt is one step's
+        whole = 0 if runner.facts.num_blocks else runner.facts.max_model_len  # a prompt must fit in one step
         self._budget = StepBudget(runner.facts.max_tokens_per_step, max(MIN_TOKENS, whole))
         self._next_step = 1
         self._pending: deque[Pending] = deque()  # launched and not answered, oldest first
 
     def run(self, report: Report, stop: threading.Event) -> None:
-        number = failed = 0  # registrations so far, and those of them in a row that nothing came of
+        number = failed = 0  # registrations so far; consecutive ones without a Welcome
         while not self._departure.announced:
             number += 1
             if not failed:
@@ -216,7 +216,7 @@ class StepLoop:
         return self._identity.hello(replace(self._runner.facts, max_tokens_per_step=offered), number)
 
     def _live(self, registration: Registration, welcome: Welcome, report: Report) -> None:
-        """One life of this worker at an engine core, from its Welcome until it is over."""
+        """Serve one registration, from its Welcome until it is over."""
         standing = registration.admit(welcome)
         log.info("registered as epoch %d of engine core %s", standing.epoch, standing.boot_id)
         report({"event": "ready", "epoch": standing.epoch})
@@ -239,10 +239,10 @@ class StepLoop:
         registration.lose(str(lost))
 
     def _serve(self, registration: Registration) -> None:
-        """Execute plans until this standing is over, or it is time to go.
+        """Execute plans until this standing is over or the worker is due to leave.
 
-        A step that is over is answered before anything else. While one is under way on a device the next is launched
-        as soon as its plan comes, so that the device does not wait for the host.
+        A finished step is answered before anything else. While a device computes one, the next is launched as soon as
+        its plan arrives, so that the device does not wait for the host.
         """
         self._next_step, heard_at = 1, time.monotonic()
         while not self._departure.due(time.monotonic(), self._runner.num_rows):
@@ -284,22 +284,22 @@ class StepLoop:
         self._pending.append(self._runner.launch(plan))
 
     def _answer(self, registration: Registration) -> None:
-        """Answer the oldest step. The answer is discarded if the lease ran out meanwhile, and the standing is over."""
+        """Answer the oldest step; the answer is discarded if the lease ran out meanwhile and the standing is over."""
         result = self._runner.collect(self._pending.popleft())
         self._progress.busy_since = time.monotonic() if self._pending else None
         if not registration.over and not registration.send(result):
             registration.lose(f"the result of step {result.step} could not be sent")
 
     def _forget(self) -> None:
-        """Drop all rows and the steps under way. A device that never ends them leaves us busy: the process ends."""
+        """Drop all rows and pending steps. If a device never ends them, we stay busy here and the process is ended."""
         self._pending.clear()
         self._runner.reset()
         self._progress.busy_since = None
 
 
 def _worth_a_line(failed: int) -> bool:
-    """Of attempts in a row without an answer the first is told, then ever fewer: a wait may be long, and its cause is
-    one line."""
+    """Whether to log this attempt without an answer: the first, then ever fewer of them, since a wait may be long and
+    its cause fits one line."""
     return failed.bit_count() == 1 or failed % TOLD_EVERY == 0
 
 

@@ -1,7 +1,7 @@
-"""What a step computes, in two halves: `start` needs no token of this step on the host, `finish` makes the answers.
+"""Computes a step in two halves: `start` needs no token of this step on the host, `finish` makes the answers.
 
-Which half chooses the tokens is decided once per step. Without an accelerator, and wherever a row needs the host, it is
-`finish`; otherwise `start` asks the device for them, and the rows are promised tokens that only the device knows yet.
+Which half chooses the tokens is decided once per step. Without an accelerator, or if any row needs the host, `finish`
+does. Otherwise `start` has the device choose them and promises each row a token that only the device knows yet.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from pagoda_worker.step.graphs import Computed, Graphed
 from pagoda_worker.step.pending import OnDevice, OnHost, Work
 
 HOST = torch.device("cpu")
-# Logits of prompt tokens are wanted for every position; this many rows of them exist at once.
+# Prompt log-probabilities need logits at every position; this many rows of logits exist at once.
 PROMPT_LOGIT_ROWS = 64
 
 Sampled = dict[int, list[Sample] | Fault]
 
 
 class Compute:
-    """A model, its KV cache and what drafts and chooses tokens. It changes rows, and never ends one.
+    """A model, its KV cache, and the parts that draft and choose tokens. It changes rows, and never ends one.
 
-    `kv` is the cache, `caches` are this one and those of the drafter; see `ModelRunner` for the rest.
+    `kv` is the model's cache; `caches` are that one and the drafter's. See `ModelRunner` for the rest.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Compute:
         return configured
 
     def arranged(self, work: Work) -> Work:
-        """`work` in the order that costs `start` least; no answer depends on it."""
+        """`work` in the order that is cheapest for `start`; no answer depends on it."""
         return work if self._graphed is None else self._graphed.arranged(work)
 
     def start(self, work: Work, earlier: Sequence[OnDevice] = ()) -> OnDevice | OnHost | None:
-        """Compute; None where there is nothing to answer. `earlier` steps are not finished yet."""
+        """Launch the computation; None if there is nothing to answer. `earlier` steps are not finished yet."""
         if not work:
             return None
         drafts: Mapping[int, Ids] = self._drafter.draft(work)
@@ -94,9 +94,9 @@ class Compute:
     def _forward_finite(
         self, work: Work, drafts: Mapping[int, Ids], earlier: Sequence[OnDevice]
     ) -> tuple[Mapping[int, Ids], Computed]:
-        """The drafts that were kept, and the step with them: none, if with them some state is no number.
+        """The drafts kept, and the computed step; no drafts are kept if they make any hidden state non-finite.
 
-        A masked K or V that is no number shows nevertheless, so what the drafts wrote is erased.
+        A masked K or V that is not finite still spoils attention, so what the drafts wrote is zeroed.
         """
         computed = self._forward(work, drafts, earlier)
         if not drafts or computed.hidden.isfinite().all():
@@ -130,13 +130,13 @@ class Compute:
         return self._model.logits(hidden) if slots is None else self._model.logits(hidden, slots=slots)
 
     def _feed(self, batch: Batch, work: Work, step: OnDevice, accelerator: Accelerator) -> None:
-        """Put the tokens that `step` promised where rows end with them."""
+        """Write the tokens promised by `step` at the ends of their rows."""
         fed = [(i, step.promised[row.row_id][0]) for i, (row, _) in enumerate(work) if row.row_id in step.promised]
         places = [batch.query_starts[i + 1] - 1 for i, _ in fed]
         feed(batch, places, [source for _, source in fed], step.ids, accelerator)
 
     def _erase(self, batch: Batch, work: Work) -> None:
-        """Make the K and V of a step's drafts zero."""
+        """Zero the K and V of a step's drafts."""
         bounds = zip(batch.query_starts, batch.query_starts[1:], work, strict=False)
         places = [place for start, end, (_, chunk) in bounds for place in range(start + chunk.num_tokens, end)]
         for cache in self.kv:
@@ -147,7 +147,7 @@ class Compute:
                 self._ops.write_kv(zeros, zeros, cache, layer, indices)
 
     def finish(self, launched: OnDevice | OnHost, work: Work) -> dict[int, RowOutput | Fault]:
-        """What came of the step, by row id; a row of which there is nothing to say is left out."""
+        """The outcome of the step, by row id; rows with nothing to report are left out."""
         prompt: dict[int, list[TopLogprobs] | Fault] = {}
         num_drafted: Mapping[int, int] = {}
         rows = [row for row, chunk in work if chunk.sample]
@@ -172,7 +172,7 @@ class Compute:
         return answers
 
     def _sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
-        """See `Ops.sample`; logits stay on a device that can choose for these rows, though the host waits for it."""
+        """See `Ops.sample`. Logits stay on a device that can choose for these rows, though the host waits for it."""
         failed = {i: fault for i, row in enumerate(rows) if (fault := _processed(logits[i], row)) is not None}
         chosen = self._choose(logits, rows)
         return [failed.get(i, one) for i, one in enumerate(chosen)] if failed else chosen
@@ -200,7 +200,8 @@ class Compute:
         return RowOutput(row.row_id, tokens, logprobs, prompt_logprobs, num_drafted, hint)
 
     def _prompt_logprobs(self, row: Row, chunk: Chunk, hidden: torch.Tensor) -> list[TopLogprobs] | Fault:
-        """Reports on prompt tokens `chunk.start + 1` onwards, each from the `hidden` [n, H] of the token before it."""
+        """Log-probabilities of prompt tokens from `chunk.start + 1` on, each from the `hidden` [n, H] of the token
+        before."""
         count = min(chunk.num_tokens, row.num_prompt_tokens - 1 - chunk.start)
         targets = row.tokens.array[chunk.start + 1 : chunk.start + 1 + max(0, count)]
         reports: list[TopLogprobs] = []
@@ -212,7 +213,7 @@ class Compute:
 
 
 def _processed(logits: torch.Tensor, row: Row) -> Fault | None:
-    """Let the row's own function, if it has one, change its logits [V]; what is wrong with that."""
+    """Let the row's own logits processor, if it has one, change its logits [V]; returns the fault, if any."""
     processor = processor_of(row.params)
     if processor is None:
         return None
@@ -225,7 +226,7 @@ def _processed(logits: torch.Tensor, row: Row) -> Fault | None:
 
 
 def _explained(samples: Sequence[Sample | Fault], rows: Sequence[Row]) -> list[Sample | Fault]:
-    """A matcher that has failed allows nothing, and knows why."""
+    """Replace "nothing allowed" by the matcher's error where a failed matcher is the cause."""
     return [
         Fault(ErrorCode.INVALID_ARGUMENT, f"grammar: {row.matcher.error}")
         if one == NOTHING_ALLOWED and row.matcher is not None and row.matcher.error
@@ -235,7 +236,7 @@ def _explained(samples: Sequence[Sample | Fault], rows: Sequence[Row]) -> list[S
 
 
 def _fetched(launched: OnDevice, rows: Sequence[Row]) -> Sampled:
-    """What the device chose, taken by the rows it was promised to."""
+    """The tokens chosen by the device, given to the rows they were promised to."""
     samples: Sampled = {}
     for row, one in zip(rows, _explained(samples_of(rows, launched.fetch.wait()), rows), strict=True):
         _, place = launched.promised[row.row_id]

@@ -1,7 +1,7 @@
-"""How a step's inputs reach a device: what the host knows in two copies, what only the device knows not at all.
+"""How a step's inputs reach a device: two copies carry what the host knows; what only the device knows is not copied.
 
-A row's newest token may have been chosen on the device by the step before. The host then packs a placeholder, and the
-id is put in its place on the device.
+The step before may have chosen a row's newest token on the device. The host then packs a placeholder, and the device
+puts the id in its place.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ALIGNED_BYTES = 16
 
 
 def uploaded(batch: Batch, accelerator: Accelerator) -> Batch:
-    """`batch`, built on the host, on the device: one copy for its int64 tensors and one for its int32 tensors.
+    """Move `batch`, built on the host, to the device: one copy for its int64 tensors and one for its int32 tensors.
 
-    Each begins where 16 bytes do, as a tensor of its own would: kernels are compiled for that, once.
+    Each tensor is aligned to 16 bytes, as a separate one would be, so that kernels compiled for that alignment fit.
     """
     adapted = [one for one in (batch.slots, batch.logit_slots) if one is not None]
     wide = (batch.token_ids, batch.positions, batch.logit_indices, *(one.tensor.long() for one in adapted))
@@ -49,7 +49,7 @@ def uploaded(batch: Batch, accelerator: Accelerator) -> Batch:
 
 
 def _sent(parts: Sequence[torch.Tensor], accelerator: Accelerator) -> list[torch.Tensor]:
-    """Tensors [n] of one dtype, in one copy."""
+    """Send tensors [n] of one dtype in one copy."""
     step = ALIGNED_BYTES // parts[0].element_size()
     starts = [0, *accumulate(-(-len(part) // step) * step for part in parts)]
     packed = parts[0].new_zeros(starts[-1])
@@ -62,9 +62,9 @@ def _sent(parts: Sequence[torch.Tensor], accelerator: Accelerator) -> list[torch
 def feed(
     batch: Batch, places: Sequence[int], sources: Sequence[int], ids: torch.Tensor, accelerator: Accelerator
 ) -> None:
-    """Put `ids[sources[i]]` at place `places[i]` of the batch's tokens; nothing to put costs nothing.
+    """Put `ids[sources[i]]` at place `places[i]` of the batch's tokens; free if there is nothing to put.
 
-    An id that is none becomes 0, which any model can compute; whoever reads the ids on the host ends the row.
+    An invalid id becomes 0, which any model can compute; the row ends when the host reads the ids.
     """
     if not places:
         return

@@ -1,13 +1,13 @@
 """Decode steps recorded once per batch size and replayed in one call (CUDA graphs).
 
-A recording is a list of device operations at fixed addresses. So a decode step's inputs are the first of the `Lines`
-that stay on the device, and those that a size has beyond the step's rows are padding: one token that attends to itself,
-in a scratch block that no row is ever given. What a step needs that is not in a line must be the same for every step of
-its size: lengths are read from the device, and the host's lists only bound them.
+A recording is a list of device operations at fixed addresses. So a decode step reads the first of the `Lines` that stay
+on the device; those beyond the step's rows are padding: one token that attends to itself, in a scratch block that is
+never allocated to a row. Everything that is not in a line must be the same for every step of a size: the device reads
+lengths from the lines, and the host's lists only bound them.
 
-Where rows may have adapters, each size is recorded twice, so that steps without any pay nothing for them; a line says
-which slot its row has. Prefill and mixed steps, batches larger than the largest size, and steps of an adapter that puts
-something in place of the model's own run operation by operation.
+Where rows may have adapters, each size is recorded twice, so that steps without adapters pay nothing for them; a line
+holds its row's slot. Prefill and mixed steps, batches beyond the largest size, and steps with an adapter that replaces
+the model's own weights run operation by operation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pagoda_worker.step.pending import OnDevice, Work
 
 log = logging.getLogger(__name__)
 
-LARGEST = 512  # rows from which on launching costs a device nothing
+LARGEST = 512  # from this many rows on, launch overhead is hidden
 FINE_UP_TO = 256
 MIB = 2**20
 
@@ -47,7 +47,7 @@ def ladder(max_rows: int) -> list[int]:
 
 
 def rung(sizes: Sequence[int], work: Work) -> int | None:
-    """The size to replay for a step; None when it is to run operation by operation."""
+    """The size to replay for a step; None if the step must run operation by operation."""
     if len(work) > sizes[-1] or not all(chunk.num_tokens == 1 and chunk.sample for _, chunk in work):
         return None
     return sizes[bisect_left(sizes, len(work))]
@@ -57,10 +57,10 @@ class Computed(NamedTuple):
     """A forward pass.
 
     Attributes:
-        batch: What was computed; where it was replayed, bounds of it.
-        hidden: [T, H]; where replayed, it and `logits` are valid until the next step.
+        batch: What was computed; for a replay, upper bounds of it.
+        hidden: [T, H]; for a replay, `hidden` and `logits` are valid until the next step.
         logits: [R, V] float32, None where none are wanted.
-        advance: Takes the ids [R] that were chosen from `logits` on the device, for the next step there.
+        advance: Takes the ids [R] that the device chose from `logits`, for its next step.
     """
 
     batch: Batch
@@ -70,7 +70,7 @@ class Computed(NamedTuple):
 
 
 class Plannable(Protocol):
-    """What of a decoder is recorded; see `models.decoder.Decoder`."""
+    """The recorded part of a decoder; see `models.decoder.Decoder`."""
 
     kv_groups: tuple[KVShape, ...]
     replacing: frozenset[int]
@@ -86,7 +86,7 @@ class Plannable(Protocol):
 
 @dataclass(frozen=True)
 class Recording:
-    """One size: replaying reads the lines of `batch`. `kept` is what it has addresses of besides."""
+    """One size: replaying it reads the lines of `batch`. `kept` keeps alive what else it has addresses of."""
 
     replay: Callable[[], None]
     batch: Batch
@@ -104,7 +104,7 @@ class Graphed:
         self.forward = decoder.forward
         self.logits = decoder.logits
         self.arranged = lines.arranged
-        self.nbytes = lines.nbytes  # beside what `captured` takes
+        self.nbytes = lines.nbytes  # excludes what `captured` takes
         self._decoder = decoder
         self._accelerator = accelerator
         self._sizes = sizes
@@ -114,7 +114,7 @@ class Graphed:
         self._results: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def replayed(self, work: Work, earlier: Sequence[OnDevice]) -> Computed | None:
-        """The step, if it can be replayed; fastest when `work` is as `arranged` puts it.
+        """The step, if it can be replayed; fastest if `work` is in the order of `arranged`.
 
         `earlier` steps have tokens of these rows that the host does not know yet.
         """
@@ -132,7 +132,7 @@ class Graphed:
 
     @property
     def num_recordings(self) -> int:
-        """When all are made."""
+        """Once all are made."""
         return len(self._wanted)
 
     def capture(self, kv: Any, progress: Progress) -> None:
@@ -149,14 +149,16 @@ class Graphed:
         log.info("%d decode graphs of up to %d rows: %.1f s, %.0f MiB", len(self._wanted), self._sizes[-1], took, taken)
 
     def captured(self, kv: Any) -> Iterator[int]:
-        """Record size by size, the largest first, so that the others fit into the memory it leaves, and those with
-        adapters before all others; yields bytes taken.
+        """Record size by size; yields bytes taken.
+
+        The largest comes first, so that the others fit into the memory it leaves, and those with adapters before all
+        others.
 
         Raises:
             BackendError: the device cannot record the step.
         """
         for size, adapted in self._wanted:
-            self._accelerator.empty_cache()  # what could serve allocations is free memory too
+            self._accelerator.empty_cache()  # cached memory that allocations can reuse counts as free
             before = self._accelerator.memory().free
             with torch.inference_mode():
                 try:
@@ -170,7 +172,7 @@ class Graphed:
     def _record(self, size: int, adapted: bool, kv: Any) -> Recording:
         batch = self._lines.batch(size, adapted)
         plan = self._decoder.plan(batch, kv)
-        if self._results is None:  # all sizes leave theirs here, so that none keeps memory of its own for it
+        if self._results is None:  # shared by all sizes, so that none allocates its own
             hidden = self._decoder.forward(batch, kv, plan)
             self._results = torch.empty_like(hidden), torch.empty_like(self._decoder.logits(hidden))
         hidden, logits = (result[:size] for result in self._results)
@@ -184,9 +186,9 @@ class Graphed:
 
 
 def reserve_for(count: int, taken: Iterator[int]) -> int:
-    """Bytes to keep for `count` recordings, from making the first two.
+    """Bytes to reserve for `count` recordings, from making the first two.
 
-    The largest takes the memory that all share; every further one takes at most what the second took on top of it.
+    The largest takes the memory that all share; each further one takes at most what the second took on top of it.
     """
     first = next(taken)
     second = next(taken, 0)

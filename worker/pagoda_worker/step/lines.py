@@ -1,8 +1,8 @@
-"""Decode steps whose inputs stay on the device: a line per row, which moves on by itself within a block.
+"""Decode steps whose inputs stay on the device: one line per row, which advances by itself within a block.
 
-A line is a cache of its row. The host remembers what it made of each line, and before a step it writes whatever is not
-as the row needs it: a row that is new there or was computed elsewhere meanwhile, and one whose next token begins a
-block. So nobody says when a row ends, and whatever is in doubt is written again.
+A line is a cache of its row. The host remembers what it wrote to each line, and before a step rewrites every line that
+does not match its row: if the row is new there or was computed elsewhere meanwhile, or if its next token begins a
+block. So no message says when a row ends, and whatever is in doubt is written again.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pagoda_worker.rows.rows import Ids, Ints, Row
 from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots
 from pagoda_worker.step.pending import OnDevice, Work
 
-NOWHERE = -1  # the position of a line of which only the blocks are known
-PADDING = -2  # and of one that stands for no row
+NOWHERE = -1  # position of a line of which only the blocks are known
+PADDING = -2  # position of a line that stands for no row
 
 
 class Lines:
-    """The inputs of decode steps of up to `max_rows` rows, at addresses that stay.
+    """The inputs of decode steps of up to `max_rows` rows, at fixed addresses.
 
-    A step is `write`, the computation that reads them, and `advance` if the device chose the tokens.
+    A step is `write`, the computation that reads the lines, and `advance` if the device chose the tokens.
 
     Args:
         max_rows: Of the largest step.
         max_len: Most tokens of a row.
         block_size: Tokens per KV block.
-        scratch_blocks: Where lines without a row write, by each of a row's tables; no row has them.
+        scratch_blocks: For each table, the block that lines without a row write to; no row has it.
         device: Of the model.
     """
 
@@ -54,7 +54,7 @@ class Lines:
             indices.fill_(scratch * block_size)
             table[:, 0] = scratch
         self._order = torch.arange(max_rows, device=device)
-        # What the host made of them: whose first so many blocks a line has, and the position whose token it has.
+        # The host's view of each line: the blocks it has, how many of them, and the position whose token it holds.
         self._blocks: list[Ints | None] = [None] * max_rows
         self._num_blocks = np.zeros(max_rows, np.int64)
         self._at = np.full(max_rows, PADDING)
@@ -88,11 +88,11 @@ class Lines:
         )
 
     def lay_out(self, size: int) -> None:
-        """What follows from the lines: the first operation of a recorded step."""
+        """Derive lengths from the lines: the first operation of a recorded step."""
         torch.add(self._positions[:size], 1, out=self._lengths[:size])
 
     def arranged(self, work: Work) -> Work:
-        """`work` with its rows where their lines are, which is the order that `write` has least to do for."""
+        """`work` with each row at the place of its line, the order in which `write` has least to do."""
         places: list[tuple[Row, Chunk] | None] = [None] * len(work)
         others = []
         for item in work:
@@ -105,13 +105,13 @@ class Lines:
         return [next(left) if item is None else item for item in places]
 
     def write(self, work: Work, size: int, earlier: Sequence[OnDevice], accelerator: Accelerator) -> None:
-        """Make the first `size` lines those of `work`, one known token of each row, in its order, and of no row beyond.
+        """Make the first `size` lines those of `work` (one known token per row, in order), the rest of them padding.
 
-        `earlier` steps have tokens of these rows that the host does not know yet. At most one upload.
+        `earlier` steps have tokens of these rows that the host does not know yet. Makes at most one upload.
         """
         if not self._sure:
             self._forget()
-        self._sure = False  # until everything was asked of the device
+        self._sure = False  # until all writes have been queued on the device
         count = len(work)
         starts = np.fromiter((chunk.start for _, chunk in work), np.int64, count)
         blocks = [row.blocks for row, _ in work]
@@ -129,14 +129,14 @@ class Lines:
         self._blocks[:size] = [*blocks, *repeat(None, size - count)]
         if len(idle) or strange.any():  # of two lines with the blocks of one row, the lower is the newer
             self._line_of = {id(held): line for line, held in reversed([*enumerate(self._blocks)])}
-        self._at[:count], self._at[count:size] = NOWHERE, PADDING  # `advance` will know more
+        self._at[:count], self._at[count:size] = NOWHERE, PADDING  # until `advance`
         self._starts = starts
         self._sure = True
 
     def advance(self, ids: torch.Tensor) -> None:
-        """The rows of the last `write` have computed their token, and go on with `ids` [R] int64.
+        """The rows of the last `write` have computed their token and continue with `ids` [R] int64.
 
-        An id that is none becomes 0, which any model can compute; whoever reads the ids on the host ends the row.
+        An invalid id becomes 0, which any model can compute; the row ends when the host reads the ids.
         """
         count = len(ids)
         torch.clamp(ids, min=0, out=self._token_ids[:count])
@@ -162,7 +162,7 @@ class Lines:
         return heads
 
     def _cells_of(self, tables: Sequence[Sequence[Ints]], starts: Ids, stale: Ids, idle: Ids) -> Ids:
-        """[2, n]: place in all block tables, block; of the blocks that lines need and do not have."""
+        """[2, n]: place in all block tables, block; for the blocks that lines need and lack."""
         _, lines, width = self._tables.shape
         places: list[int] = []
         ids: list[int] = []
@@ -173,12 +173,12 @@ class Lines:
             for line, begin, end in zip(stale.tolist(), have.tolist(), need.tolist(), strict=True):
                 first = (number * lines + line) * width
                 places += range(first + begin, first + end)
-                ids += np.maximum(blocks[line].array[begin:end], 0).tolist()  # what is not kept is not read
+                ids += np.maximum(blocks[line].array[begin:end], 0).tolist()  # blocks not kept are not read
         self._num_blocks[stale] = need
         return np.array((places, ids), np.int64)
 
     def _put(self, parts: Sequence[Ids], earlier: Sequence[OnDevice], accelerator: Accelerator) -> None:
-        """Send `parts`, [k, n] each, in one piece, and put them in their places."""
+        """Send `parts`, [k, n] each, in one upload, and scatter them to their places."""
         sent = accelerator.upload(torch.from_numpy(np.concatenate([part.ravel() for part in parts])))
         pieces = torch.split(sent, [part.size for part in parts])
         heads, cells, tokens, *fed = (piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
@@ -193,7 +193,7 @@ class Lines:
 
 
 def _tokens_of(work: Work, lost: Sequence[int], earlier: Sequence[OnDevice]) -> list[Ids]:
-    """[2, n]: line, token; then for each earlier step, line, place in its ids."""
+    """[2, n]: line, token; then for each earlier step: line, place in its ids."""
     tokens = [work[line][0].tokens.array[work[line][1].start] for line in lost]
     found = [np.array((lost, tokens), np.int64)]
     for step in earlier:

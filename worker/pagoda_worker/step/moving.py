@@ -1,8 +1,8 @@
-"""Whole blocks on the move: within a cache, out of it into the host's memory, and back.
+"""Moves of whole blocks: within a cache, out of it into host memory, and back.
 
-A swap block lies in the host's memory in the layout that all back ends share, each in one piece and, beside a device,
-pinned. So a swap is one gathering on the device and one transfer per block, asked for in order with the device's other
-work: the host waits for none of it, and a step that follows finds its blocks in place.
+Swap blocks lie in host memory in the layout shared by all back ends, each contiguous and, with a device, pinned. So a
+swap is one gather on the device and one transfer per block, queued in order with the device's other work: the host
+waits for none of it, and the steps that follow find their blocks in place.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pagoda_worker.step.table import Pairs
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
-STAGED_BYTES = 64 * 2**20  # of blocks on their way, which lie on the device a second time
-PIECE_BYTES = 2**30  # of host memory that is asked for at once: pinned memory comes in powers of two
+STAGED_BYTES = 64 * 2**20  # of blocks in transit, staged on the device
+PIECE_BYTES = 2**30  # of host memory per allocation: pinned memory is rounded up to powers of two
 MEASURED_BLOCKS = 8
 
 
 class SwapSpace:
-    """Host memory for blocks of one cache `kv`, which is of this shape. Pairs are by the group's own numbers.
+    """Host memory for blocks of one cache `kv` of this shape. Pairs use the group's own numbering.
 
     Raises:
-        NotEnoughMemory: there is not so much.
+        NotEnoughMemory: the host lacks this much memory.
     """
 
     def __init__(
@@ -76,11 +76,10 @@ class SwapSpace:
 
 
 class BlockMover:
-    """Moves blocks in all caches of a worker that go by the same table alike, for they share their ids. Pairs are as in
-    StepPlan.
+    """Moves blocks in all caches of a worker; caches that use the same table share block ids and move alike.
 
-    caches: Each model with its KV cache, as `LoadedModel.new_kv_cache` gives it.
-    blocks, swap_blocks: The ids of each table's.
+    Pairs are as in StepPlan. `caches` are the models, each with its KV cache from `LoadedModel.new_kv_cache`; `blocks`
+    and `swap_blocks` are the ids of each table.
     """
 
     def __init__(
@@ -118,10 +117,9 @@ class BlockMover:
             space.swap_in(moved[table])
 
     def seconds_per_block(self, table: int) -> float:
-        """How long one of its blocks takes to move out or in, measured on blocks that nobody uses yet; 0.0 without swap
-        space.
+        """Seconds to move one block out or in, measured on blocks not yet in use; 0.0 without swap space.
 
-        The second of two rounds counts: the first is the first to touch the memory.
+        The second of two rounds counts: the first one touches the memory for the first time.
         """
         pairs = list(zip(self._blocks[table], self._swap_blocks[table], strict=False))[:MEASURED_BLOCKS]
         back, count = [(swap_block, block) for block, swap_block in pairs], len(pairs)
@@ -135,14 +133,14 @@ class BlockMover:
         return took
 
     def _settled(self) -> float:
-        """The time when everything that was asked of the device is done."""
+        """The time when all work queued on the device is done."""
         if self._accelerator is not None:
             self._accelerator.synchronize()
         return time.perf_counter()
 
 
 def _by_table(pairs: Pairs, sources: Sequence[range], targets: Sequence[range]) -> list[Pairs]:
-    """For each table, its pairs by its group's own numbers."""
+    """For each table, its pairs in its group's own numbering."""
     if len(sources) == 1 or not pairs:
         return [pairs] * len(sources)
     return [
@@ -156,7 +154,7 @@ def _pageable(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _apart(count: int, size: tuple[int, ...], dtype: torch.dtype, allocate: Allocate) -> list[torch.Tensor]:
-    """`count` tensors of this size, from few pieces of memory."""
+    """`count` tensors of this size, from few allocations."""
     piece = max(1, PIECE_BYTES // (dtype.itemsize * torch.Size(size).numel()))
     starts = range(0, count, piece)
     return [one for start in starts for one in allocate((min(piece, count - start), *size), dtype).unbind()]

@@ -1,7 +1,7 @@
-"""Rows that are read whole lie in a step as parts: a row is one, or two where its texts do not see each other.
+"""The layout of rows that are read whole: a row is one part, or two if its texts do not attend to each other.
 
-What fills up a query is seen by no token, and sees what is before it: each such token is laid out by itself, over a
-context that ends before all of them.
+No token attends to the padding of a query, but padding attends to the tokens before it: each padding token is laid out
+on its own, over a context that ends before all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Part:
-    """Stands for a row where a batch is laid out."""
+    """Stands in for a row in a batch layout."""
 
     row_id: int
     tokens: Ints
@@ -34,7 +34,7 @@ class Part:
 
 
 class _Span(NamedTuple):
-    """Tokens [start, end) of a row, of which the last `unseen` are seen by none."""
+    """Tokens [start, end) of a row; no token attends to the last `unseen` of them."""
 
     start: int
     end: int
@@ -42,7 +42,7 @@ class _Span(NamedTuple):
 
 
 def laid_out(work: Work, block_size: int) -> Batch:
-    """All of each row, in blocks one behind the other; positions count from a part's first token."""
+    """Lay out each row whole, in consecutive blocks; positions count from a part's first token."""
     parts: list[tuple[Part, Chunk]] = []
     contexts: list[int] = []
     first_block = 0

@@ -1,4 +1,4 @@
-"""A step that was launched and not yet answered: what its answer will be made from."""
+"""A step that was launched and not yet answered, with everything its answer needs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Work = Sequence[tuple[Row, Chunk]]
 
 @dataclass(frozen=True, kw_only=True)
 class OnDevice:
-    """Tokens chosen on the device: `ids` [R] feed the next step there, `fetch` brings here what there is to know.
+    """Tokens chosen on the device: `ids` [R] feed the next step there, `fetch` brings the results to the host.
 
-    `promised` says of each sampled row, by id, its place in `ids` and the place among its own tokens.
+    `promised` maps each sampled row's id to its place in `ids` and its place among the row's own tokens.
     """
 
     ids: torch.Tensor
@@ -42,13 +42,13 @@ class OnHost:
 
 @dataclass(kw_only=True)
 class Pending:
-    """Only the runner writes to it.
+    """Written only by the runner.
 
     Attributes:
-        decoding: Ids of the rows that the plan lets decode, in its order; some may be in no `work`.
-        began: When the plan came, by time.perf_counter; `computing` when its rows were ready to be computed.
-        launched: What is under way; None where there is nothing to compute.
-        errors: Of claims that did not hold.
+        decoding: Ids of the rows that the plan lets decode, in its order; some may be missing in `work`.
+        began: When the plan arrived, by time.perf_counter; `computing`: when its rows were ready to be computed.
+        launched: The running computation; None if there is nothing to compute.
+        errors: Of invalid claims.
         lost: Rows that an earlier step ended after this one was launched.
         result: The answer, once it is made.
     """
@@ -65,9 +65,9 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether the answer can be had without waiting for the device to choose tokens."""
+        """Whether the answer can be made without waiting for the device to choose tokens."""
         return not isinstance(self.launched, OnDevice) or self.result is not None or self.launched.fetch.done()
 
     def lose(self, row_ids: Iterable[int]) -> None:
-        """These rows have ended meanwhile; those of them that this step computes will be answered for as unknown."""
+        """These rows have ended meanwhile; those of them that this step computes are answered as unknown."""
         self.lost |= {row.row_id for row, _ in self.work} & set(row_ids)

@@ -1,6 +1,6 @@
-"""What a model takes of a GPU besides its KV cache, found by running the largest steps once over a cache of one block.
+"""The memory a model needs on a GPU besides its KV cache, measured by running the largest steps over a one-block cache.
 
-Where K and V lie changes no allocation, so every block table names that one block over and over.
+Where K and V lie changes no allocation, so every block table repeats that one block.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pagoda_worker.sampling.device_sampler import DeviceSampler
 from pagoda_worker.speculation.drafting import MAX_DRAFTS
 from pagoda_worker.step.feeding import uploaded
 
-# Beyond a high tile of lines, and a low one; beyond one split of keys, and within it; many for experts, and few.
+# Exceed a high tile of rows, and a low one; exceed one split of keys, and fit one; many rows for experts, and few.
 PROMPT_TOKENS = (300, 150, 1)
-PARAMS = SamplingParams(temperature=1.0, logprobs=1)  # to choose a token takes no more memory for any other row
+PARAMS = SamplingParams(temperature=1.0, logprobs=1)  # sampling for any other row takes no more memory
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Models that run in turn on one device, before they serve. The `sampler` has its tables already."""
+    """Models that take turns on one device, run before they serve. The `sampler` has its tables already."""
 
     models: Sequence[LoadedModel]
     config: WorkerConfig
@@ -44,8 +44,8 @@ class Rehearsal:
         """Measure them; `graphs` returns the bytes that recorded steps will take (0 for none).
 
         Raises:
-            NotEnoughMemory: the largest step does not even fit without a cache.
-            BackendError: the kernels fail at it.
+            NotEnoughMemory: the largest step does not fit even without a cache.
+            BackendError: the kernels fail on it.
         """
         config = self.config
         try:
@@ -60,15 +60,15 @@ class Rehearsal:
         return DeviceUse(total=total, in_use=total - free, step=step, graphs=recorded)
 
     def warm_up(self) -> None:
-        """Run a prompt beside a decode, so that no request waits for kernels to be compiled.
+        """Run a prompt beside a decode, so that no request waits for kernels to compile.
 
         Raises:
-            BackendError: the kernels fail at it.
+            BackendError: the kernels fail on it.
         """
         self._run(mixed_steps)
 
     def _run(self, steps: Callable[[WorkerConfig, int], Iterator[Batch]], *but: type[Exception]) -> None:
-        """Every model's `steps`. Raises BackendError, and what of `but` they do."""
+        """Run the `steps` of every model. Raises BackendError, and exceptions of `but` as they are."""
         for loaded in self.models:
             compute = partial(self._compute, loaded, steps(self.config, loaded.max_model_len))
             guarded(loaded.ops.name, compute, but=(torch.AcceleratorError, *but))
@@ -89,13 +89,13 @@ class Rehearsal:
 
 
 def adapted(batch: Batch) -> Batch:
-    """With an adapter for every token: what it adds takes memory, and kernels of its own."""
+    """`batch` with an adapter for every token: adapters need memory and kernels of their own."""
     slots = [slots_of(0, count, torch.device("cpu")) for count in (batch.num_tokens, len(batch.logit_indices))]
     return replace(batch, slots=slots[0], logit_slots=slots[1])
 
 
 def mixed_steps(config: WorkerConfig, max_model_len: int) -> Iterator[Batch]:
-    """A long and a short prompt, and one of a token, each with a token beside it where two rows are allowed."""
+    """A long prompt, a short one and one of a single token, each beside a decode where two rows are allowed."""
     for tokens in PROMPT_TOKENS:
         sizes = [min(tokens, config.max_tokens_per_step, max_model_len), 1][: config.max_rows]
         work = [(_row(i, size, config.block_size), Chunk(i, 0, size, True)) for i, size in enumerate(sizes)]
@@ -103,9 +103,9 @@ def mixed_steps(config: WorkerConfig, max_model_len: int) -> Iterator[Batch]:
 
 
 def largest_steps(config: WorkerConfig, max_model_len: int) -> Iterator[Batch]:
-    """Steps of as many tokens as are allowed: of as many rows as are allowed, and of as few as can have so many.
+    """Steps of the most tokens allowed: with the most rows allowed, and with the fewest that can hold them.
 
-    Logits are wanted for one token of a row and for as many more as may be drafts.
+    Logits are wanted for one token of a row and for as many more as there may be drafts.
     """
     max_drafts = (config.max_drafts or MAX_DRAFTS) if config.speculation else 0
     tokens = min(config.max_tokens_per_step, config.max_rows * max_model_len)

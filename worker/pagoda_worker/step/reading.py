@@ -1,7 +1,7 @@
-"""What a step computes of rows that are read: states of all their tokens, and of those at their end what was asked.
+"""What a step computes for models that read: hidden states of all tokens, and the pooled output of rows at their end.
 
-Where a model keeps no K and V, its rows lie one behind the other in a cache that holds one layer of one step, where
-`parts` gives them their blocks.
+If a model keeps no K and V, its rows lie one behind the other in a cache that holds one layer of one step; `parts`
+assigns their blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _built(work: Work, block_size: int) -> Batch:
 
 
 class Reading:
-    """Stands where `Compute` stands. It changes rows, and never ends one."""
+    """The counterpart of `Compute`. It changes rows, and never ends one."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Reading:
             self.caches = ()
 
     def most_tokens(self, configured: int) -> int:
-        """Tokens of a step: what is read whole must fit into one."""
+        """Tokens of a step: a prompt that is read whole must fit into one."""
         return max(configured, self._loaded.max_model_len) if self._whole else configured
 
     def arranged(self, work: Work) -> Work:
         return work
 
     def start(self, work: Work, earlier: Sequence[OnDevice] = ()) -> OnHost | None:
-        """Compute; None where there is nothing to answer."""
+        """Compute; None if there is nothing to answer."""
         if not work:
             return None
         starts = [0, *accumulate(chunk.num_tokens for _, chunk in work)]
@@ -78,7 +78,7 @@ class Reading:
         return OnHost(starts=starts, hidden=hidden, logits=None, drafts={}, num_drafted={})
 
     def _paired(self, batch: Batch, work: Work, starts: Sequence[int]) -> Batch:
-        """The second text of a pair has positions of its own kind, where the model tells them apart."""
+        """Shift the positions of the second text of a pair where the model tells texts apart by position."""
         beyond, positions = self._loaded.second_place, batch.positions
         seconds = [(start, row.pooling, chunk) for (row, chunk), start in zip(work, starts, strict=False)]
         pairs = [
@@ -95,7 +95,7 @@ class Reading:
         return replace(batch, positions=positions)
 
     def finish(self, launched: OnDevice | OnHost, work: Work) -> dict[int, RowOutput | Fault]:
-        """What came of the step, by row id; a row of which there is nothing to say is left out."""
+        """The outcome of the step, by row id; rows with nothing to report are left out."""
         if not isinstance(launched, OnHost):
             raise TypeError("what is read is read by the host")
         spans = zip(work, launched.starts, strict=False)

@@ -1,12 +1,12 @@
-"""A step is: take the plan's changes, compute one batch, sample the rows that ask, and answer for every row.
+"""A step: apply the plan's changes, compute one batch, sample the rows that ask for it, and answer for every row.
 
-`launch` does all of it that needs no token of this step on the host, `collect` the rest. Where an accelerator computes
-and chooses the tokens, the next step may be launched in between: it reads those tokens on the device. Everywhere else
-the next launch begins by finishing the step before it, so a step never sees a token that is not there.
+`launch` does everything that needs no token of this step on the host, `collect` the rest. Where an accelerator computes
+and chooses the tokens, the next step may be launched in between: it reads those tokens on the device. Elsewhere each
+launch first finishes the step before it, so a step never needs a token that does not exist yet.
 
-Rows are independent: whatever goes wrong with one (a claim that does not hold, logits that are no numbers) ends that
-row and no other. Whatever is raised is no row's fault: the step is lost, and all rows are forgotten with it. They are
-computed again from their records, here or elsewhere, as if the process had died, but the weights stay.
+Rows are independent: a fault of one row (an invalid claim, logits that are not finite) ends that row and no other. An
+exception is no row's fault: the step is lost, and the runner forgets all rows. They are recomputed from their records,
+here or elsewhere, as if the process had died, but the weights stay loaded.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_PENDING = 2  # launched and not answered: one computes, one waits behind it
+MAX_PENDING = 2  # launched and not answered: one computes, one is queued behind it
 
 
 class LostStep(RuntimeError):
-    """Step `step` raised, and the runner has forgotten all rows. `reason` names no content of theirs."""
+    """Step `step` raised, and the runner has forgotten all rows. `reason` discloses none of their content."""
 
     def __init__(self, step: int, reason: str, *, out_of_memory: bool) -> None:
         super().__init__(f"step {step} is lost: {reason}")
@@ -58,8 +58,8 @@ class LostStep(RuntimeError):
 class ModelRunner:
     """Executes step plans on one model replica. Not thread-safe; one thread at a time calls it.
 
-    `drafter` guesses tokens, None if nobody does; `accelerator` is that of the model's device, None on a CPU; `sampler`
-    chooses tokens there.
+    `drafter` proposes draft tokens (None: no speculation), `accelerator` is that of the model's device (None on a CPU),
+    `sampler` chooses tokens on that device.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ModelRunner:
         ]
         most_tokens = self._compute.most_tokens(config.max_tokens_per_step)
         self.facts = _facts(loaded, config, groups, most_tokens)
-        self.depth = 1 if accelerator is None else MAX_PENDING  # launches worth making before the first is collected
+        self.depth = 1 if accelerator is None else MAX_PENDING  # how many steps to launch before the first is collected
         self._table = RowTable(self.facts, loaded.grammars, loaded.adapters)
         self._decodes = DecodeList()
         self._pending: deque[Pending] = deque()
@@ -99,13 +99,13 @@ class ModelRunner:
 
     @property
     def num_rows(self) -> int:
-        """Rows that it holds, all steps launched so far considered."""
+        """Rows it holds, counting all steps launched so far."""
         return len(self._table)
 
     def reset(self) -> None:
-        """Forget all rows and every step that was not answered, once the device is done with them.
+        """Forget all rows and every unanswered step, once the device has finished them.
 
-        The cache keeps its bytes, which no later row reads before writing them.
+        The cache keeps its bytes; no later row reads them before writing them.
         """
         if self._pending and self._accelerator is not None:
             self._accelerator.synchronize()
@@ -114,7 +114,7 @@ class ModelRunner:
         self._decodes.clear()
 
     def warm_up(self) -> None:
-        """Compute one token along the ordinary path, so that the first request pays for no first call.
+        """Compute one token on the ordinary path, so that no request pays for first calls.
 
         Raises:
             RuntimeError: the model cannot do it.
@@ -126,7 +126,7 @@ class ModelRunner:
             num_prompt_tokens=1,
             num_computed=0,
             block_ids=[span.start for span in spans(group.num_blocks for group in self.facts.kv_groups)],
-            params=SamplingParams() if pools else SamplingParams(logprobs=0),  # whoever chooses draws and reports, too
+            params=SamplingParams() if pools else SamplingParams(logprobs=0),  # exercises drawing and reporting, too
             seed=0,
             pooling=PoolingParams(output=pools[0]) if pools else None,
         )
@@ -139,16 +139,16 @@ class ModelRunner:
         """Run one plan. Every chunk that samples gets an output or an error; a row in `errors` has been dropped.
 
         Raises:
-            LostStep: it could not be computed.
+            LostStep: the step could not be computed.
             torch.AcceleratorError: the device is lost, and this process with it.
         """
         return self.collect(self.launch(plan))
 
     def launch(self, plan: StepPlan) -> Pending:
-        """Take a plan and set its computation going; on a CPU the forward pass is over on return.
+        """Take a plan and start its computation; on a CPU the forward pass is over on return.
 
-        Earlier steps are finished first where this one cannot begin without: their tokens are the host's to choose,
-        or enough steps are under way.
+        Earlier steps are finished first if this one cannot begin before: because the host must choose their tokens, or
+        because enough steps are pending.
 
         Raises:
             LostStep: this step, or one that had to be finished first, could not be computed.
@@ -160,7 +160,7 @@ class ModelRunner:
         return self._or_lost(plan.step, (plan.num_rows, plan.num_tokens), lambda: self._launch(plan, began))
 
     def collect(self, pending: Pending) -> StepResult:
-        """The answer to a launched plan, as `execute` gives it; waits for the device if need be.
+        """The answer to a launched plan, like that of `execute`; waits for the device if necessary.
 
         Raises:
             LostStep: this step, or one before it, could not be computed.
@@ -211,7 +211,7 @@ class ModelRunner:
         self._settled_at = done
 
     def _outputs(self, pending: Pending) -> list[RowOutput]:
-        """Finish a step; rows it has no token for end here, and those that ended before are passed over."""
+        """Finish a step. Rows with a fault end here; rows that ended earlier are skipped."""
         launched = pending.launched
         if launched is None:
             return []
@@ -227,7 +227,7 @@ class ModelRunner:
         return outputs
 
     def _or_lost(self, step: int, size: tuple[int, int], do: Callable[[], T]) -> T:
-        """What `do` returns; what it raises is the loss of this step of so many rows and tokens, and of all rows."""
+        """The result of `do`. If it raises, this step (of `size` rows and tokens) and all rows are lost."""
         try:
             with torch.inference_mode():
                 return do()
@@ -236,7 +236,7 @@ class ModelRunner:
         except Exception as error:  # noqa: BLE001 - whatever a model raises costs a step, never the process
             self._log_failure(error)
             out_of_memory, name = ran_out_of_memory(error), type(error).__name__
-        # Only now are the error and the tensors that its frames hold let go of.
+        # Only here are the error and the tensors held by its frames released.
         self.reset()
         if self._accelerator is not None:
             self._accelerator.empty_cache()
@@ -244,14 +244,14 @@ class ModelRunner:
         raise LostStep(step, reason, out_of_memory=out_of_memory)
 
     def _log_failure(self, error: Exception) -> None:
-        """Trace a failure when it first appears; repetitions of it get one line each."""
+        """Log a failure with its traceback when it first appears, repetitions of it in one line each."""
         failure = f"{type(error).__name__}: {error}"
         log.error("step failed: %s", failure, exc_info=error if failure != self._last_failure else None)
         self._last_failure = failure
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """Whether it was memory that was missing: numpy's and Python's, a device's, or the host's as torch asks for it."""
+    """Whether memory ran out: numpy's or Python's, a device's, or the host's as torch reports it."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 

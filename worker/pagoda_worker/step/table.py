@@ -1,7 +1,7 @@
-"""The rows a worker holds, and the one place where a plan's claims about them are checked.
+"""The rows a worker holds, and the one place that checks what a plan claims about them.
 
-A claim that does not hold ends the row it is about, with the reason, and touches no other row. What is not checked is
-who owns a block: rows share blocks by design, and which may be written is the engine core's to know.
+An invalid claim ends the row it concerns, with the reason, and touches no other row. Block ownership is not checked:
+rows share blocks by design, and only the engine core knows which blocks may be written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerFacts:
-    """What a runner offers, as it is said in Hello. A row never has more than `max_model_len` computed tokens."""
+    """What a runner offers, as Hello states it. A row never has more than `max_model_len` computed tokens."""
 
     model_fingerprint: str
     numerics_id: str
@@ -55,7 +55,7 @@ class RunnerFacts:
 
 
 class BadClaim(ValueError):
-    """What a plan says about one row does not hold."""
+    """A plan's claim about one row is invalid."""
 
     def __init__(self, message: str, code: ErrorCode = ErrorCode.PROTOCOL_ERROR) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class BadClaim(ValueError):
 
 
 class RowTable:
-    """Rows by id, the errors of the step in progress, and which swap blocks hold something."""
+    """Rows by id, the errors of the current step, and which swap blocks are in use."""
 
     def __init__(self, facts: RunnerFacts, grammars: Grammars = NO_GRAMMARS, adapters: Adapters = NO_ADAPTERS) -> None:
         self._facts = facts
@@ -84,12 +84,12 @@ class RowTable:
         self._swapped.clear()
 
     def fail(self, row_id: int, code: ErrorCode, message: str) -> None:
-        """Drop the row and report the first reason given for it in this step."""
+        """Drop the row, and report the first reason given for it in this step."""
         self._rows.pop(row_id, None)
         self._errors.setdefault(row_id, RowError(row_id, code.value, message))
 
     def _fail_holders(self, moves: Pairs, code: ErrorCode, message: str) -> None:
-        """Drop every row whose block table has a block that one of these (source, block) did not reach."""
+        """Drop every row whose block table has a block that one of these (source, block) moves should have filled."""
         targets = [block for _, block in moves]
         lost = [[block - span.start for block in targets if block in span] for span in self._blocks]
         for row in list(self._rows.values()) if any(lost) else ():
@@ -102,9 +102,9 @@ class RowTable:
         return errors
 
     def apply(self, plan: StepPlan) -> None:
-        """Take the plan's changes to rows, in the order of `steps`. What it moves comes after them.
+        """Apply the plan's changes to rows, in the order of `steps`. Its block moves come after them.
 
-        Finishing an unknown row is no error: the worker has dropped it before the engine core learnt of it.
+        Finishing an unknown row is no error: the worker dropped it before the engine core learnt of it.
         """
         for row_id in plan.finished_rows:
             self._rows.pop(row_id, None)
@@ -116,14 +116,14 @@ class RowTable:
             self._claim(replace.row_id, self._replace_block, replace)
 
     def swap_outs(self, plan: StepPlan) -> Pairs:
-        """The swap-outs that can be made. No row is harmed by the others, until something is missed in its place."""
+        """The swap-outs that can be made. The others harm no row until a block they should have saved is swapped in."""
         good, bad = _sorted_out(plan.swap_outs, self._blocks, self._swap_blocks)
-        self._swapped.difference_update(swap_block for _, swap_block in bad)  # they hold nothing to be swapped in
+        self._swapped.difference_update(swap_block for _, swap_block in bad)  # nothing to swap in from there
         self._swapped.update(swap_block for _, swap_block in good)
         return good
 
     def swap_ins(self, plan: StepPlan) -> Pairs:
-        """The swap-ins that can be made, once the plan's swap-outs are; rows that need the others are dropped."""
+        """The swap-ins that can be made after the plan's swap-outs; rows that need the others are dropped."""
         good, bad = _sorted_out(plan.swap_ins, self._swap_blocks, self._blocks)
         self._fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block to be swapped in is out of range, or named twice")
         lost = [pair for pair in good if pair[0] not in self._swapped]
@@ -221,8 +221,8 @@ class RowTable:
         (row.blocks, *row.others)[place].array[replace.index] = block - self._blocks[place].start
 
     def _tables(self, values: Sequence[int], num_computed: int = 0) -> list[Ids]:
-        """Block ids as the tables of each group, by its own numbers; see `group` in `steps`. Only what a row that goes
-        on from there does not read may be lacking."""
+        """The block table of each group, in the group's own numbering; see `group` in `steps`. Only blocks that a row
+        continuing from `num_computed` does not read may be missing."""
         count = len(self._blocks)
         if len(values) % max(1, count):
             raise BadClaim(f"block_ids: {len(values)} are not as many for each of {count} groups")
@@ -259,12 +259,12 @@ class RowTable:
 
 
 def spans(counts: Iterable[int]) -> list[range]:
-    """The ids of blocks that each group has, of so many."""
+    """The range of block ids of each group, given the number of blocks of each."""
     return [range(*pair) for pair in pairwise(accumulate(counts, initial=0))]
 
 
 def _blocks_of(values: Sequence[int], span: range, most_lacking: int) -> Ids:
-    """A table by the group's own numbers, with -1 for the blocks that it lacks at its begin."""
+    """A table in the group's own numbering, with -1 for the blocks missing at its start."""
     lacking = next((place for place, block in enumerate(values[:most_lacking]) if block != NO_BLOCK), most_lacking)
     lacking = min(lacking, len(values))
     ids = _ids("block_ids", values[lacking:], span.stop)
@@ -274,8 +274,8 @@ def _blocks_of(values: Sequence[int], span: range, most_lacking: int) -> Ids:
 
 
 def _sorted_out(pairs: Pairs, sources: Sequence[range], targets: Sequence[range]) -> tuple[Pairs, Pairs]:
-    """The (source, target) that can be moved, and those that cannot: out of range, of two groups, or of a target that
-    has several."""
+    """The (source, target) pairs that can be moved, and those that cannot: out of range, across groups, or with a
+    target named more than once."""
     if not pairs:
         return [], []
     times = Counter(target for _, target in pairs)
@@ -290,7 +290,7 @@ def _sorted_out(pairs: Pairs, sources: Sequence[range], targets: Sequence[range]
 
 
 def _ids(name: str, values: Sequence[int], limit: int) -> Ids:
-    """`values` as an array, all of them in [0, limit)."""
+    """`values` as an array; raises BadClaim unless all are in [0, limit)."""
     try:
         ids = np.array(values, np.int64)
     except OverflowError:
