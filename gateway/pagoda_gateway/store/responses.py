@@ -1,14 +1,13 @@
-"""Responses that are kept: what was asked and answered, for whoever asks again or goes on from there.
+"""Stored responses: the request and its answer, for clients that retrieve a response or continue its conversation.
 
-A response is a record, which is the last that is written of it and the first that goes, and which names the logs that
-it needs (`response_logs.py`). What more than one writer might write has a name that is new with every write, so nobody
-overwrites or drops what is another's, and of several writers that one has kept it whose record is there. What is in no
-record stands in a list, until whoever sweeps has found it: logs in LOOSE, and one that is to run in the background in
-`UNFINISHED`, for gateways that look for work. One that was deleted leaves word for a while, so that nobody who is still
-at it keeps it again.
+A response is a record that names the logs it needs (`response_logs.py`); the record is written last and deleted first.
+Data that several writers might write gets a new name with every write, so no writer overwrites or drops another's; the
+writer whose record is there has kept the response. What no record names yet is listed until a sweep finds it: logs in
+LOOSE, and a response that is to run in the background in `UNFINISHED`, where gateways look for work. A deleted response
+leaves a tombstone for a while, so that a gateway that is still running it does not store it again.
 
-One in the background is kept from its beginning: its job is there, so any gateway can run it, and its events as far as
-they were told. Room for them is taken before they are written, and stands in its record.
+A background response is stored from its beginning: its job, so that any gateway can run it, and its events so far. Room
+for events is reserved, in its record, before they are written.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 RESPONSES = "responses"
 UNFINISHED = "unfinished_responses"
 ROOMY = Held(2**31, 2**50)
-RESERVED_BYTES = 64 * 1024  # at a time, so that not every event changes a record ..
-RESERVED_PART = 64  # .. but no more than one of so many parts of what a tenant may have
+RESERVED_BYTES = 64 * 1024  # reserved at a time, so that not every event changes the record ..
+RESERVED_PART = 64  # .. but at most this fraction (1/64) of what a tenant may keep
 _NAME = re.compile(r"resp_[0-9a-f]{32}")
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The value of a record. `ended`: its object is there; `cancelled`: somebody wants it to end; `gone`: it was
-    deleted. `num_bytes`: what lies beside it, as far as that was known when it was written; `reserved`: how much more
-    there may be, before it ends. `content`: the name of its object, and, where it was not begun in the background, of
-    its items ("" where a version before this kept it).
+    """The value of a record. `ended`: its object is stored; `cancelled`: a client wants it to end; `gone`: it was
+    deleted. `num_bytes`: the size of its logs, as far as known when the record was written; `reserved`: how much they
+    may grow before it ends. `content`: part of the name of its object's log and, unless it was begun in the background,
+    of its items' log ("" in records of earlier versions).
     """
 
     background: bool = False
@@ -75,7 +74,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return log_of(name, OUTPUT, self.content)
 
     def logs(self, name: str) -> set[str]:
-        """All that it needs."""
+        """All logs that it needs."""
         if self.gone:
             return set()
         logs = {self.items_log(name), self.object_log(name)}
@@ -83,19 +82,19 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Headed(msgspec.Struct, frozen=True):
-    """Of a job, what is told of it."""
+    """The part of a job that clients see."""
 
     head: dict[str, Any]
 
 
 class _Answered(msgspec.Struct, frozen=True):
-    """Of a response, what its conversation goes on with."""
+    """The part of a response that its conversation continues with."""
 
     output: list[dict[str, Any]]
 
 
 class KeptResponses:
-    """Of one store, whose errors it raises; NOT_FOUND for a response that `owner` has not."""
+    """Responses in one store, whose errors it raises; NOT_FOUND if `owner` has no such response."""
 
     what = "responses"
 
@@ -114,10 +113,11 @@ class KeptResponses:
         return record, kept
 
     async def finished(self, name: str, owner: str, items: bytes, response: bytes) -> None:
-        """Keep one that has ended, unless it is kept. Goes on where its caller is cancelled: others rely on it.
+        """Store a response that has ended, unless it is stored already. Completes even if its caller is cancelled:
+        others rely on it.
 
         Raises:
-            PagodaError: NOT_FOUND where it was deleted; RATE_LIMITED and REQUEST_TOO_LARGE, where there is no room.
+            PagodaError: NOT_FOUND if it was deleted; RATE_LIMITED and REQUEST_TOO_LARGE if there is no room.
         """
         record = await self._store.get(RESPONSES, name)
         if record is not None and await self._is_whole(record):
@@ -128,20 +128,20 @@ class KeptResponses:
             async with self._room.taking(owner, kept.num_bytes):
                 await to_its_end(self._keep(name, owner, kept, contents, record))
         except Conflict:
-            await self.find(name, owner)  # somebody else has kept it, or it was deleted
+            await self.find(name, owner)  # another writer has stored it, or it was deleted
 
     async def _is_whole(self, record: Record) -> bool:
-        """Raises PagodaError NOT_FOUND where it was deleted."""
+        """Raises PagodaError NOT_FOUND if it was deleted."""
         kept = _read(record)
         if kept.gone:
             raise not_found(record.key)
         return not kept.ended or await self._store.length(kept.object_log(record.key)) > 0
 
     async def begin(self, name: str, owner: str, items: bytes, job: bytes, *, streamed: bool) -> int:
-        """Keep one that is to run in the background; the version of its record. Raises PagodaError as `finished`.
+        """Store a response that is to run in the background, and return its record's version. Raises as `finished`.
 
-        Who is cancelled, or cannot write all of it, takes it back; where he cannot do that either, it is run by whoever
-        sweeps, if its record is there, and else cleared away."""
+        A caller that is cancelled, or cannot write all of it, takes it back. If that fails too, a later sweep runs the
+        response if its record is there, and otherwise removes it."""
         kept = Kept(background=True, streamed=streamed, num_bytes=len(items) + len(job))
         async with self._room.taking(owner, kept.num_bytes):
             try:
@@ -160,16 +160,16 @@ class KeptResponses:
         return await self._put(name, owner, kept, ABSENT)
 
     async def _take_back(self, name: str, owner: str) -> None:
-        """A write that is still on its way finds that it was deleted."""
+        """Mark it deleted, so that a write still in flight finds that, and remove its logs."""
         await self._put_gone(name, owner, None)
         await self._clear(name)
 
     async def reserve(self, name: str, owner: str, num_bytes: int) -> int:
-        """Take room for so much more that one that runs is going to write; how much it may write then.
+        """Reserve room for `num_bytes` more of a running response; returns how much it may write.
 
         Raises:
-            Conflict: It has ended elsewhere.
-            PagodaError: RATE_LIMITED and REQUEST_TOO_LARGE, where there is no room.
+            Conflict: it has ended elsewhere.
+            PagodaError: RATE_LIMITED and REQUEST_TOO_LARGE if there is no room.
         """
         record, kept = await self.find(name, owner)
         num_bytes = max(num_bytes, self._reserved_at_once)
@@ -183,8 +183,8 @@ class KeptResponses:
             raise Conflict
 
     async def end(self, record: Record, kept: Kept, response: bytes, content: str) -> None:
-        """`content`: a new name, by which whoever does not know whether this was done finds out. Room is taken before.
-        Raises Conflict when the record is not that one any more."""
+        """Store the end, for which the caller has reserved room. `content` is a new name, by which a caller that gets
+        no answer can find out whether the write happened. Raises Conflict if the record has changed."""
         name = record.key
         events, large, job = [await self._logs.size(log_of(name, kind)) for kind in (EVENTS, LARGE, JOB)]
         num_bytes = kept.num_bytes - job + len(response) + events + large
@@ -194,12 +194,12 @@ class KeptResponses:
         await self.close(name)
 
     async def close(self, name: str) -> None:
-        """Nothing is left to do for one that has ended."""
+        """Remove the job and the entry in UNFINISHED of a response that has ended."""
         await self._store.drop(log_of(name, JOB))
         await self._store.delete(UNFINISHED, name)
 
     async def cancel(self, name: str, owner: str) -> None:
-        """Have it ended by whoever runs it. Nothing happens to one that has ended."""
+        """Have the gateway that runs it end it. Does nothing if it has ended."""
         while True:
             record, kept = await self.find(name, owner)
             if kept.ended or kept.cancelled:
@@ -217,7 +217,7 @@ class KeptResponses:
         self._room.freed(owner, kept.held)
 
     async def bury(self, name: str, owner: str) -> None:
-        """One that is listed, and has no record: none comes any more, and what is left of it goes."""
+        """Clean up a response that is listed but has no record: prevent a late record, and remove what is left."""
         try:
             await self._put_gone(name, owner, ABSENT)
         except Conflict:
@@ -228,19 +228,19 @@ class KeptResponses:
         await self._clear(name)
 
     async def sweep(self) -> None:
-        """Clear away what nobody is at any more, and no record names."""
+        """Remove logs that no record names and no writer works on any more."""
         await self._loose.sweep()
 
     async def items(self, name: str, kept: Kept) -> list[dict[str, Any]]:
         return decoded(name, await self._there(name, kept.items_log(name)), list[dict[str, Any]])
 
     async def response(self, name: str, kept: Kept) -> bytes:
-        """The object of one that has ended."""
+        """The object of a response that has ended."""
         return await self._there(name, kept.object_log(name))
 
     async def begun(self, name: str, kept: Kept) -> dict[str, Any] | None:
-        """The object of one that nobody runs here: what its job says of it. None where it has none any more, as it has
-        ended meanwhile."""
+        """The object, made from its job, of a response that does not run here. None if the job is gone because the
+        response has ended meanwhile."""
         if not (data := await self.job(name)):
             return None
         status = "cancelled" if kept.cancelled else "in_progress"
@@ -248,7 +248,7 @@ class KeptResponses:
         return {**head, "status": status, "output": [], "usage": None}
 
     async def conversation(self, name: str, owner: str) -> list[dict[str, Any]]:
-        """What it was asked and what it answered, as items."""
+        """Its input and its output, as items."""
         _, kept = await self.find(name, owner)
         if not kept.ended:
             raise PagodaError(ErrorCode.INVALID_ARGUMENT, f"the response {name[:64]!a} has not ended yet")
@@ -256,18 +256,18 @@ class KeptResponses:
         return await self.items(name, kept) + answer.output
 
     async def job(self, name: str) -> bytes:
-        """b"" where there is none any more."""
+        """b"" if it is gone."""
         return await self._logs.read(log_of(name, JOB))
 
     async def add_events(self, name: str, events: Sequence[bytes], index: int) -> None:
-        """Room is taken before. Raises Conflict where there are not `index` events."""
+        """The caller has reserved room. Raises Conflict unless there are `index` events."""
         await self._logs.add_events(name, events, index)
 
     async def num_events(self, name: str) -> int:
         return await self._store.length(log_of(name, EVENTS))
 
     def events(self, name: str, start: int = 0) -> AsyncIterator[bytes]:
-        """Those from `start` on that there are now."""
+        """The events stored so far, from `start` on."""
         return self._logs.events(name, start)
 
     async def unfinished(self) -> AsyncIterator[tuple[str, str]]:
@@ -282,7 +282,7 @@ class KeptResponses:
         return held
 
     async def forget_oldest(self, owner: str, needed: Held, spare: Held) -> tuple[Held, float]:
-        """See `Keeps`. Those that have not ended stay."""
+        """See `Keeps`. Responses that have not ended stay."""
         going, room = list[tuple[Record, Kept]](), NOTHING
         async for record, kept in self._oldest_first(owner):
             if needed.plus(spare).within(room):
@@ -298,7 +298,7 @@ class KeptResponses:
         return gone, 0.0 if needed.within(room) else times.TICKETS_FRESH_S
 
     async def _oldest_first(self, owner: str) -> AsyncIterator[tuple[Record, Kept]]:
-        """What cannot be read counts as one that takes nothing, and stays."""
+        """A record that cannot be read counts as a response of no bytes, and stays."""
         async for record in records_of(self._store, RESPONSES, owner):
             kept = Kept()
             with suppress(Unreadable):
@@ -312,19 +312,19 @@ class KeptResponses:
     async def release(self, name: str, holder: str) -> None:
         await self._store.release(f"response/{name}", holder)
 
-    # What of a response is written, and goes, together
+    # Writing and deleting a record together with its logs
 
     async def _keep(
         self, name: str, owner: str, kept: Kept, contents: Mapping[str, bytes], replaced: Record | None
     ) -> None:
-        """Logs that nobody else has, and then the record that names them. Raises Conflict as `put` does."""
+        """Write logs of this writer's own, then the record that names them. Raises Conflict as `put` does."""
         old = set[str]() if replaced is None else _read(replaced).logs(name) - kept.logs(name)
         entry = await self._loose.enter(name, {*contents, *old})
         try:
             for log, data in contents.items():
                 await self._logs.write(log, data)
             version = await self._put(name, owner, kept, ABSENT if replaced is None else replaced.version)
-        except (Conflict, Full):  # so the record is not there; of another failure nobody knows
+        except (Conflict, Full):  # the record was not written; after any other failure it may have been
             with suppress(PagodaError, Conflict):
                 await self._loose.settle(entry)
             raise
@@ -338,7 +338,7 @@ class KeptResponses:
             raise unavailable("it took so long that it was cleared away", times.STORE_REST_S) from None
 
     async def _let_go_of(self, record: Record, kept: Kept, *, for_good: bool) -> bool:
-        """False where it is not as it was found. What is not done of the rest is done by whoever sweeps."""
+        """Delete it. False if it has changed since it was found. A sweep removes whatever this leaves behind."""
         entry = await self._loose.enter_going(record.key, kept.logs(record.key))
         try:
             if for_good:
@@ -356,7 +356,7 @@ class KeptResponses:
         return True
 
     async def _clear(self, name: str) -> None:
-        """What may be left of one in the background that has no record."""
+        """Remove what may be left of a background response that has no record."""
         for log in sorted(_logs_of_begun(name)):
             await self._store.drop(log)
         await self._store.delete(UNFINISHED, name)
@@ -376,11 +376,11 @@ class KeptResponses:
         value, expires_at = msgspec.json.encode(Kept(ended=True, gone=True)), time.time() + times.RESPONSE_LOOSE_S
         try:
             await self._store.put(RESPONSES, name, value, owner=owner, expect=expect, expires_at=expires_at)
-        except Full:  # nor is there for whoever is still at it
+        except Full:  # then a gateway that still runs it has no room to store it, either
             await self._store.delete(RESPONSES, name, expect=expect)
 
     async def _there(self, name: str, log: str) -> bytes:
-        """Raises PagodaError NOT_FOUND where it has expired, a little before the record does."""
+        """Raises PagodaError NOT_FOUND if it has expired, which happens a little before the record does."""
         if data := await self._logs.read(log):
             return data
         raise not_found(name)
@@ -395,5 +395,5 @@ def _read(record: Record) -> Kept:
 
 
 def _logs_of_begun(name: str) -> set[str]:
-    """Those of one in the background that have one writer."""
+    """Logs of a background response whose names have no `content`."""
     return {log_of(name, kind) for kind in (ITEMS, JOB, EVENTS, LARGE, OUTPUT)}
