@@ -132,8 +132,11 @@ class Logs:
             await self._store.append(log, group, index=i, expires_at=expires_at)
 
     async def read(self, log: str) -> bytes:
-        found: list[bytes] = []
-        while parts := await self._store.read(log, len(found)):
+        """All of one to which nothing is added any more; b"" where there is none, or where it goes meanwhile."""
+        num_parts, found = await self._store.length(log), list[bytes]()
+        while len(found) < num_parts:
+            if not (parts := await self._store.read(log, len(found))):
+                return b""
             found += parts
         return b"".join(found)
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.gateway.store.breaking_store import Breaking, How, Killed
 from tests.gateway.store.redis_server import running_redis
 
-from pagoda_gateway.store.interface import Conflict, Store
+from pagoda_gateway.store.interface import MAX_PAGE_BYTES, Conflict, Store
 from pagoda_gateway.store.opening import open_store
 from pagoda_gateway.store.response_logs import LOOSE, log_of, new_content, records_of
 from pagoda_gateway.store.responses import RESPONSES, UNFINISHED, Kept, KeptResponses
@@ -291,6 +291,16 @@ async def test_one_that_is_told_again_while_it_is_forgotten_is_whole(store: Brea
     _, found = await other.find(name, ME)
     assert await other.response(name, found) == OBJECT
     await assert_sound(store)
+
+
+async def test_one_that_goes_while_it_is_read_is_not_read_in_part(store: Breaking) -> None:
+    name, other = new_name(), KeptResponses(store, 3600.0)
+    await other.finished(name, ME, ITEMS, b"x" * 3 * MAX_PAGE_BYTES)
+    _, found = await other.find(name, ME)
+    reading = KeptResponses(Interleaved(store, "read", found.object_log(name), lambda: forget(other, name)), 3600.0)
+    with pytest.raises(PagodaError) as caught:
+        await reading.response(name, found)
+    assert caught.value.code is ErrorCode.NOT_FOUND
 
 
 async def test_of_two_gateways_that_end_one_the_second_touches_nothing_of_the_first(store: Breaking) -> None:
