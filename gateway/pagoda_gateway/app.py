@@ -1,6 +1,7 @@
-"""Wiring: routers and error handlers, and around them the request id, the counting of responses, the limits.
+"""Assembles the app: routers and error handlers, wrapped in request ids, response counting and limits.
 
-A request's id and its API are known before anything can refuse it, so that the refusal has both.
+A request's id and API are determined before anything can refuse it, so every refusal carries the id and that API's
+error format.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pagoda_gateway.http.multipart import MAX_FORM_BYTES
 from pagoda_gateway.http.sse import keep_body_sender
 from pagoda_gateway.keys.quota_headers import all_names as quota_names
 from pagoda_gateway.metrics import GatewayMetrics
-from pagoda_gateway.routes import (  # the order is that of their names
+from pagoda_gateway.routes import (  # in alphabetical order
     batches,
     files,
     generating,
@@ -58,8 +59,8 @@ def create_app(
     kept: Batches,
     tickets: Tickets,
 ) -> ASGIApp:
-    """The whole gateway as one ASGI app. It owns no task: whoever runs it starts the engine client, `health`,
-    `background`, and what works on the batches, which learns of changes by the `kept` that it shares with the routes.
+    """Build the whole gateway as one ASGI app. It owns no task: the caller starts the engine client, `health`,
+    `background` and the batch runner, which learns of changes through `kept`, shared with the routes.
     """
     routers = routers_of(ctx, health, metrics, background, kept, tickets)
     templates = frozenset(route_templates(routers))
@@ -80,7 +81,7 @@ def routers_of(
     kept: Batches,
     tickets: Tickets,
 ) -> list[APIRouter]:
-    """Of every endpoint there is."""
+    """Return the routers of all endpoints."""
     routers = [
         module.router(ctx) for module in (embeddings, ranking, models, tokenize, files, keys, usage, transcripts)
     ]
@@ -95,9 +96,9 @@ def routers_of(
 
 
 def api_of(routers: list[APIRouter]) -> FastAPI:
-    """Routes and errors, with nothing around them: it neither limits nor counts nor asks for keys."""
-    # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing. Its own
-    # /openapi.json is made by the event loop.
+    """Build routes and error handlers only: no limits, no metrics, no authentication."""
+    # FastAPI's own documentation pages load scripts from a CDN; `ops` serves a page that loads nothing. FastAPI would
+    # build /openapi.json on the event loop.
     api = FastAPI(
         title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
@@ -109,7 +110,8 @@ def api_of(routers: list[APIRouter]) -> FastAPI:
 
 
 def _for_pages(app: ASGIApp, allowed_origins: str) -> ASGIApp:
-    """Pages of these origins may ask, and read refusals too. They show keys like everybody: there are no cookies."""
+    """Let pages of these origins send requests and read refusals too. They need API keys like any client: there are
+    no cookies."""
     if not allowed_origins:
         return app
     exposed = (
@@ -125,7 +127,7 @@ def _for_pages(app: ASGIApp, allowed_origins: str) -> ASGIApp:
     cors = CORSMiddleware(app, origins, methods, allow_headers=("*",), expose_headers=exposed)
 
     async def either(scope: Scope, receive: Receive, send: Send) -> None:
-        refused = "refusal" in scope.get("state", {})  # by its bytes: `app` says so
+        refused = "refusal" in scope.get("state", {})  # `http.protocol` refused it already: `app` answers
         await (app if refused else cors)(scope, receive, send)
 
     return either
@@ -140,7 +142,7 @@ def route_templates(routers: list[APIRouter]) -> Iterator[str]:
 
 
 class Edge:
-    """Gives every response a request id, counts it, logs those of errors, and closes connections while the gateway
+    """Gives every response a request id, counts it, logs error responses, and closes connections while the gateway
     drains."""
 
     def __init__(
@@ -173,21 +175,22 @@ class Edge:
             with request_ids.serving(request_id):
                 await self._app(scope, receive, marked_send)  # type: ignore[arg-type]
         finally:
-            route = getattr(scope.get("route"), "path", None) or scope["path"]  # its own where it was not routed
+            route = getattr(scope.get("route"), "path", None) or scope["path"]  # the raw path if nothing was routed
             kind = "disconnected" if status is None else f"{status // 100}xx"
             self._metrics.http(route, scope["method"], kind, time.monotonic() - begun_at)
             self._failures.answered(scope, status, request_id, route)
 
     def _headers(self, request_id: str, begun_at: float) -> Iterator[tuple[bytes, bytes]]:
         yield b"x-request-id", request_id.encode()
-        yield b"request-id", request_id.encode()  # as Anthropic's clients know it
+        yield b"request-id", request_id.encode()  # the name Anthropic's clients look for
         yield b"openai-processing-ms", str(int(1000 * (time.monotonic() - begun_at))).encode()
         if self._draining():
             yield b"connection", b"close"
 
 
 def request_id_of(scope: Scope) -> str:
-    """The client's own id if it is harmless, for it to recognise; requests are told apart inside by other ids."""
+    """Return the client's own id if it is harmless, otherwise a new one. It only lets the client recognise its request;
+    internally, requests have other ids."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             text = value.decode("latin-1")

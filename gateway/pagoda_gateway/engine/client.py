@@ -1,8 +1,8 @@
-"""Requests are the pool's and sessions the links'; whether there is an engine core to ask is known here.
+"""The gateway's client of all engine cores. The pool owns requests, the links own sessions; this knows who is usable.
 
-`SessionClient` has a link to each engine core and multiplexes all requests on their sessions. What it says of them is
-what they say together: it is connected where one is, and gets on where one does. One task ticks for all: it sees
-silence and tends the pool's deadlines.
+`SessionClient` has a link to each engine core and multiplexes all requests on their sessions. It reports on them as
+one: it is connected if any of them is, and makes progress if any of them does. One task ticks for all: it detects
+silence and enforces the pool's deadlines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SessionClient:
     """Implements `EngineClient`. Call `start` once inside the loop, and `aclose` at the end.
 
     Attributes (read by others, written here only):
-        load: The engine cores' last words, as one; without a connection no workers, the limits stay.
+        load: The engine cores' last loads, merged; without a connection it has no workers, and the limits stay.
         problem: Why no engine core takes requests from here, as the end of a sentence about it; "" if one does.
     """
 
@@ -56,7 +56,7 @@ class SessionClient:
         self._reports = Reports(self._ask_report)
         self.problem = NOT_CONNECTED
         self.load = merged([])
-        self._usable = asyncio.Event()  # an engine core is connected, and takes new requests
+        self._usable = asyncio.Event()  # an engine core is connected and takes new requests
         self._ticking: asyncio.Task[None] | None = None
         metrics.watch_engine(lambda: self.load, lambda: self.connected, lambda: self.num_open)
 
@@ -77,7 +77,7 @@ class SessionClient:
         return self._meter.refusals
 
     async def report(self) -> EngineReport | None:
-        """What the engine cores say of their workers, at most `REPORT_AGE_S` old; None where none answers."""
+        """The engine cores' reports on their workers, at most `REPORT_AGE_S` old; None if none answers."""
         return await self._reports.latest()
 
     async def _ask_report(self) -> EngineReport | None:
@@ -85,7 +85,7 @@ class SessionClient:
 
     @property
     def last_progress_at(self) -> float:
-        """By `clock`: when a token last came here, or a step of an engine core's last advanced."""
+        """By `clock`: when a token last arrived, or a step of any engine core last advanced."""
         return max(link.core.got_on_at for link in self._links)
 
     def dead_tasks(self) -> list[str]:
@@ -102,7 +102,7 @@ class SessionClient:
         self._ticking = asyncio.create_task(self._keep_ticking(), name="engine-clock")
 
     async def aclose(self) -> None:
-        """End what is open and leave."""
+        """End open requests and close the links."""
         self.end_all("the gateway is shutting down")
         if self._ticking is not None:
             self._ticking.cancel()
@@ -117,10 +117,10 @@ class SessionClient:
     async def submit(
         self, record: RequestRecord, *, counted: bool = True, prior: Sequence[Delta] = ()
     ) -> PooledGeneration:
-        """Send a record and wait until an engine core took it. `prior` is what came of it before, at another gateway.
+        """Send a record and wait until an engine core accepts it. `prior` is its output so far, from another gateway.
 
         Raises:
-            PagodaError: UNAVAILABLE without an engine core, or what the engine core refused it with.
+            PagodaError: UNAVAILABLE without an engine core, or the error with which the engine core refused it.
         """
         await self._wait_usable()
         generation = self._pool.open(record, counted=counted, prior=prior)
@@ -156,7 +156,7 @@ class SessionClient:
             self._pool.tend()
 
     def _on_change(self) -> None:
-        """What one engine core says of itself changes what they say together. Each is used by one of its addresses."""
+        """Update what the links report together. An engine core reached at several addresses is used at one of them."""
         known: set[str] = set()
         for link in self._links:
             if link.connected and link.core.load.engine_id in known:

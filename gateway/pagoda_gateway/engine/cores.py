@@ -1,7 +1,7 @@
-"""A request goes to any engine core that can go on with it: to the least busy one, and of nearly equals to the one
-that has most likely seen its beginning. One that failed lately is chosen where no other is left.
+"""Routing between engine cores: a request goes to the least busy one that can continue it, and among nearly equal ones
+to the one most likely to have its prefix cached. One that failed lately is the last resort.
 
-Pure books, of which one task is the owner; times are `LivedClock`'s.
+Pure state, owned by one task; times are `LivedClock`'s.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pagoda_gateway.engine.model_view import ModelView
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.records import Load, RequestRecord
 
-PREFIX_TOKENS = 64  # by which prompts that begin alike are told: a template, a system's words, a first turn
-SLACK = 2.0  # requests for each worker, by which the one that knows a prefix may be busier
+PREFIX_TOKENS = 64  # hashed to recognise prompts that begin alike: a template, a system prompt, a first turn
+SLACK = 2.0  # requests per worker by which the engine core that has a prefix may be busier
 AVOID_FIRST_S = 0.5
 AVOID_MOST_S = 30.0
 UNKNOWN = ModelView()
@@ -29,14 +29,14 @@ Send = Callable[[pb.ClientFrame], None]
 
 @dataclass(eq=False, kw_only=True)
 class Core:
-    """An engine core as the requests of this gateway see it.
+    """An engine core as this gateway's requests see it.
 
     Attributes:
-        send: None while no session stands.
+        send: None while there is no session.
         usable: It takes requests.
-        sent: Requests that it was sent since `load`.
-        heard_at: When anything last came from it.
-        got_on_at: When a token last came from it, or a step of its workers advanced.
+        sent: Requests sent to it since `load`.
+        heard_at: When anything last arrived from it.
+        got_on_at: When a token last arrived from it, or a step of its workers advanced.
         losses: How often it was lost since its last token.
     """
 
@@ -53,32 +53,32 @@ class Core:
 
     @property
     def works(self) -> bool:
-        """It takes requests, and has who computes them."""
+        """It takes requests and has workers to compute them."""
         return self.usable and self.load.num_workers > 0
 
     @property
     def busy(self) -> float:
-        """Requests for each worker, of all gateways."""
+        """Open requests per worker, of all gateways."""
         num_open = self.load.num_running + self.load.num_waiting + self.sent
         return num_open / self.load.num_workers if self.load.num_workers else float("inf")
 
     def is_well(self, now: float, suspect_s: float) -> bool:
-        """It works, has not failed lately, and was heard in the last `suspect_s`."""
+        """It works, has not failed lately, and was heard from in the last `suspect_s`."""
         return self.works and self.avoided_until <= now and now - self.heard_at < suspect_s
 
     def got_on(self) -> None:
-        """A token came."""
+        """A token arrived."""
         self.losses = 0
         self.avoided_until = -float("inf")
 
     def failed(self, now: float) -> None:
-        """It was lost, or stands still: others go first for a while, that doubles with every failure."""
+        """It was lost or is stuck: prefer others for a while, which doubles with every failure."""
         self.avoided_until = now + min(AVOID_FIRST_S * 2**self.losses, AVOID_MOST_S)
         self.losses += 1
 
 
 def choose(cores: Iterable[Core], record: RequestRecord, now: float) -> Core | None:
-    """Of engine cores that may take a request, the one to send it to; None of none."""
+    """Choose one of the engine cores that may take a request; None if there are none."""
     known = list(cores)
     best = [core for core in known if core.works and core.avoided_until <= now]
     left = best or [core for core in known if core.works] or known
@@ -90,14 +90,14 @@ def choose(cores: Iterable[Core], record: RequestRecord, now: float) -> Core | N
 
 
 def _affinity(name: str, prefix: bytes) -> bytes:
-    """The highest of several decides, so what one core's coming or going moves is its own share alone (rendezvous
-    hashing, Thaler and Ravishankar 1998)."""
+    """The core with the highest hash wins, so a core that joins or leaves moves only its own share (rendezvous hashing,
+    Thaler and Ravishankar 1998)."""
     return hashlib.blake2b(prefix, digest_size=8, key=hashlib.sha256(name.encode()).digest()).digest()
 
 
 def merged(loads: Sequence[Load]) -> Load:
-    """What several engine cores say together; of one, its own word. Where they differ in what a request may be, the
-    least counts, and of one by two addresses the word of who is connected."""
+    """Merge the loads of several engine cores; one is returned as it is. The smallest limit on requests counts. For an
+    engine core with two addresses, the load of the connected one counts."""
     by_id = {load.engine_id: load for load in sorted(loads, key=lambda load: load.num_workers) if load.engine_id}
     known = list(by_id.values())
     if len(known) < 2:

@@ -1,4 +1,4 @@
-"""What the routes ask of an engine core, whoever speaks to it: gRPC session, in-process engine, or a test's fake."""
+"""The engine core's interface to the routes, implemented by the gRPC session, the in-process engine and test fakes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pagoda_proto.records import Delta, Load, RequestRecord
 
 
 class Generation(Protocol):
-    """One submitted request. Its reader is its owner: whoever holds it calls `aclose` in the end."""
+    """One submitted request. Its reader owns it, and must call `aclose` in the end."""
 
     async def next(self) -> list[Delta]:
-        """One or more new deltas, in order per choice, merged while nobody read; [] after the request's ending.
+        """Return one or more new deltas, in order per choice, merged while nobody read; [] after the request's ending.
 
         Cancelling a pending call loses nothing. A request that fails ends with a delta whose `finish_reason` is ERROR.
         """
 
     async def abort(self, choices: Sequence[int] = ()) -> None:
-        """Stop some choices (all of them if none is named). The request's ending still comes through `next`."""
+        """Stop some choices (all of them if none is named). The request's ending still arrives through `next`."""
 
     async def aclose(self) -> None:
         """Abort whatever still runs and forget the request. Safe to call twice and after the ending."""
@@ -31,8 +31,8 @@ class Submitting(Protocol):
     """Takes requests."""
 
     async def submit(self, record: RequestRecord, *, counted: bool = True, prior: Sequence[Delta] = ()) -> Generation:
-        """Start a request. One that is not `counted` is no user's: metrics and log of theirs do not know it. `prior` is
-        what came of it before, at another gateway; it goes on behind that.
+        """Start a request. One that is not `counted` is not a user's, and appears in no metric or log of users'
+        requests. `prior` is its output so far, from another gateway; it continues after that.
 
         Raises:
             PagodaError: it was not admitted (OVERLOADED, UNAVAILABLE, INVALID_ARGUMENT, ..). The exception may carry
@@ -47,14 +47,14 @@ class EngineClient(Submitting, Protocol):
 
     @property
     def recent(self) -> RecentRequests:
-        """Requests of users that have ended here."""
+        """Users' requests that have ended at this gateway."""
         ...
 
     @property
     def refusals(self) -> Refusals:
-        """Of requests of users, lately."""
+        """Recent refusals of users' requests."""
         ...
 
     async def report(self) -> EngineReport | None:
-        """Its workers, and what it has counted; None where it does not answer."""
+        """Its workers and counters; None if it does not answer."""
         ...

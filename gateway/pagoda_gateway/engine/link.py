@@ -1,8 +1,7 @@
-"""To an engine core there is at most one session, and none is ever the last: how it ended makes no difference to what
-happens next.
+"""Keeps at most one session with an engine core, and opens another whenever it ends, for whatever reason.
 
-One task keeps the session; whoever owns the link ticks. What comes for requests is handed to the pool, and so is every
-change of whether the engine core may be used.
+One task keeps the session; the link's owner ticks. The link hands the pool what arrives for requests, and every change
+of whether the engine core is usable.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLink:
-    """`on_change` hears when the engine core is lost, found, or says something new of itself.
+    """`on_change` is called when the engine core is lost, is found, or reports a new load.
 
     Attributes (read by others, written here only):
         core: What the pool knows of it. Without a connection its load has no workers; the limits stay.
@@ -70,7 +69,7 @@ class EngineLink:
         return self._task is not None and not self._task.done()
 
     def pass_over(self) -> None:
-        """It is another address of an engine core that has a link already."""
+        """Do not use this link: its engine core already has one, at another address."""
         if not self._is_double:
             logger.warning("engine core %s has another address, too: %s", self.core.load.engine_id, self._address.text)
         self._is_double = True
@@ -120,7 +119,7 @@ class EngineLink:
         self._pool.lose(self.core)
 
     def on_frame(self, frame: pb.ServerFrame) -> None:
-        """A kind of frame that only another version knows is nothing to us."""
+        """Ignores kinds of frames that only another version knows."""
         kind = frame.WhichOneof("frame")
         self.core.heard_at = self._clock.now()
         if kind == "outputs":

@@ -1,6 +1,6 @@
-"""A request goes on where weights and numerics are those it began under, or not at all.
+"""A request continues only with the weights and numerics it began under.
 
-What an engine core tells of them, and the verdict. Pure: loads and begun requests in, words out.
+What an engine core reports of them, and the verdict. Pure: loads and begun requests in, verdicts out.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pagoda_proto.records import SESSION_SPOKEN, Begun, Load
 from pagoda_proto.steps import Versions
 
-SHORT = 16  # of a digest, enough to tell two apart in a log
+SHORT = 16  # characters of a digest, enough to tell two apart in a log
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a request cannot go on now. `final`: nor later."""
+    """Why a request cannot continue now. `final`: and never will."""
 
     why: str
     final: bool
@@ -23,7 +23,7 @@ class Obstacle:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelView:
-    """What an engine core's workers have loaded; "" and 0 while there is none."""
+    """What an engine core's workers have loaded; "" and 0 while it has no workers."""
 
     fingerprint: str = ""
     numerics_id: str = ""
@@ -34,10 +34,10 @@ class ModelView:
         return ModelView(fingerprint=load.model_fingerprint, numerics_id=load.numerics_id, vocab_size=load.vocab_size)
 
     def obstacle(self, begun: Begun | None, vocab_size: int) -> Obstacle | None:
-        """What keeps a request from going on here.
+        """What keeps a request from continuing here; None if nothing does.
 
-        One that has no token yet is bound to nothing but its token ids: `vocab_size` is that of the model it was made
-        for, 0 if unknown. Where nothing is known yet of the model, the engine core holds the request until it is.
+        A request without tokens is bound only to its token ids: `vocab_size` is that of the model it was tokenised
+        for, 0 if unknown. While the model is unknown, the engine core holds the request.
         """
         if begun is None:
             if _differ(self.vocab_size, vocab_size):
@@ -58,17 +58,17 @@ def _differ(one: str | int, other: str | int) -> bool:
 
 
 def protocol_problem(load: Load, spoken: Versions = SESSION_SPOKEN) -> str:
-    """Why this engine core cannot be spoken with; "" if it can: it has chosen the newest version that both know."""
+    """Why no session with this engine core is possible; "" if one is: it chose the newest version that both know."""
     if spoken.oldest <= load.protocol <= spoken.newest:
         return ""
     return f"speaks version {load.protocol} of the session's protocol, this gateway {spoken}"
 
 
 class EngineProgress:
-    """When the model last got on, by `LivedClock`'s time: a token came here, or a step advanced for anybody.
+    """When the model last made progress, in `LivedClock`'s time: a token arrived here, or a step advanced any request.
 
-    An engine core's `seconds_since_progress` grows by itself and falls only when a step advanced; a new life says
-    nothing until that happens.
+    An engine core's `seconds_since_progress` grows by itself and falls only when a step advances; that of a restarted
+    one says nothing until then.
     """
 
     def __init__(self) -> None:

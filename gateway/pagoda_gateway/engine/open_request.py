@@ -1,7 +1,7 @@
-"""A delta is news only from where its choice ends: cut off what is known, refuse what leaves a hole, queue the rest.
+"""The state of one open request: its record, all tokens received per choice, and deltas its consumer has not read yet.
 
-The books of one open request: the record, every token received so far per choice, and what its consumer has not taken
-yet. They are all that is needed to submit the request again after a loss. No clock, no socket, no lock.
+It is all that is needed to resubmit the request after a loss. Of each delta, the part already known is cut off, one
+that leaves a gap is refused, and the rest is queued. No clock, no socket, no lock.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from pagoda_proto.records import (
 
 class Taken(Enum):
     NEWS = "news"
-    NOTHING = "nothing"  # another attempt's, or known already
+    NOTHING = "nothing"  # of another attempt, or known already
     GAP = "gap"  # tokens are missing before it: the stream cannot be trusted
 
 
 @dataclass
 class _Choice:
-    """`tokens` has four bytes per token; `closed` means that its text is complete and we asked to stop it, `reason`
-    how the engine core said it ended.
+    """`tokens` takes four bytes per token; `closed`: its text is complete and we asked to stop it; `reason`: how it
+    ended according to the engine core.
     """
 
     tokens: array[int] = field(default_factory=lambda: array("I"))
@@ -50,7 +50,7 @@ class _Choice:
 
     @property
     def outcome(self) -> FinishReason:
-        """A choice that we asked to stop stopped; one that was left running was aborted."""
+        """STOP for a choice that we asked to stop; ABORT for one that was still running."""
         if self.closed and self.reason in (None, FinishReason.ABORT):
             return FinishReason.STOP
         return self.reason or FinishReason.ABORT
@@ -60,14 +60,14 @@ _GRAVEST = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishR
 
 
 class OpenRequest:
-    """Single owner: the pool that carries it. `ended` is set once; nothing is accepted afterwards.
+    """Owned by the pool that carries it. `ended` is set once; nothing is accepted afterwards.
 
-    `begun` is under what its first token was made, None before. `ledger` is what the engine core said of its time at
-    the end of the last attempt.
+    `begun` names the weights and numerics its first token was made with, None before. `ledger` is how the engine core
+    accounted for its time at the end of the last attempt.
     """
 
     def __init__(self, record: RequestRecord, prior: Sequence[Delta] = ()) -> None:
-        """`prior` is what was read of it before, at another gateway: it is known, and not told again."""
+        """`prior` is output delivered before, at another gateway: it counts as known and is not delivered again."""
         self.record = record
         self.attempt = 0
         self.ended = False
@@ -76,10 +76,10 @@ class OpenRequest:
         self.begun: Begun | None = None
         self.ledger: list[LedgerEntry] = []
         self.was_read = False  # the model has seen its prompt
-        self._usage: Usage | None = None  # as the engine core told it
+        self._usage: Usage | None = None  # as reported by the engine core
         self._choices = [_Choice() for _ in range(record.task.params.n)]
         self._pending = WaitingDeltas()
-        self._failed: list[Delta] = []  # delivered by themselves, after the tokens that came before
+        self._failed: list[Delta] = []  # delivered separately, after earlier tokens
         for delta in prior:
             self._know(self._choices[delta.choice], delta)
         self.attempt = int(bool(prior))
@@ -90,17 +90,17 @@ class OpenRequest:
 
     @property
     def wants_nothing_more(self) -> bool:
-        """Every choice has ended or was asked to: there is nothing to submit again."""
+        """Every choice has ended or was asked to stop: there is nothing to resubmit."""
         return all(choice.ended or choice.closed for choice in self._choices)
 
     @property
     def outcome(self) -> FinishReason:
-        """How it ended as its user sees it; of several choices the gravest."""
+        """How it ended for its user: the gravest outcome of its choices."""
         outcomes = {choice.outcome for choice in self._choices}
         return next(reason for reason in _GRAVEST if reason in outcomes)
 
     def usage(self) -> Usage:
-        """The engine core's word, or what is known here until it comes."""
+        """As reported by the engine core; until then, as counted here."""
         return self._usage or Usage(
             prompt_tokens=len(self.record.prompt_token_ids),
             cached_prompt_tokens=self.begun.cached_prompt_tokens if self.begun is not None else 0,
@@ -118,17 +118,17 @@ class OpenRequest:
         return Resume(prior_outputs=tuple(outputs), begun=self.begun)
 
     def close(self, choices: tuple[int, ...]) -> None:
-        """The text of these choices is complete; of none named, of all."""
+        """Mark the text of these choices as complete; of all if none is named."""
         for i in choices or range(len(self._choices)):
             self._choices[i].closed = True
 
     def next_token(self, choice: int, first_index: int, token_id: int) -> Delta:
-        """A token and nothing else, of this attempt."""
+        """A delta of this attempt with one token and nothing else."""
         tokens = Tokens(first_index=first_index, token_ids=[token_id])
         return Delta(request_id=self.record.request_id, attempt=self.attempt, choice=choice, result=tokens)
 
     def take_next(self, choice: int, first_index: int, token_id: int) -> bool:
-        """`take` of a `next_token` that is news; nothing is changed, and False, when it is not."""
+        """Fast path of `take` for a `next_token`. Returns False and changes nothing if it is not the next one."""
         tokens = self._choices[choice].tokens
         if self.ended or self._choices[choice].ended or first_index != len(tokens):
             return False
@@ -137,7 +137,7 @@ class OpenRequest:
         return True
 
     def take(self, delta: Delta) -> Taken:
-        """Queue what is new in `delta`, which is cut to that in place."""
+        """Queue the new part of `delta`, which is cut to it in place."""
         if self.ended or delta.attempt != self.attempt:
             return Taken.NOTHING
         if not 0 <= delta.choice < len(self._choices):
@@ -177,13 +177,13 @@ class OpenRequest:
         self._pending.add(delta)
 
     def fail(self, error: PagodaError) -> None:
-        """End with an error: choices still wanted end with it, after the tokens that are waiting."""
+        """End with an error: choices still wanted end with it, after tokens not yet read."""
         if not self.ended:
             self.error = error
             self.end_here()
 
     def end_here(self) -> None:
-        """End without the engine core: what is still wanted ends with `error`, what was asked to stop is aborted."""
+        """End without the engine core: wanted choices end with `error`, those asked to stop as aborted."""
         open_choices = [i for i, choice in enumerate(self._choices) if not choice.ended]
         for i in open_choices or [len(self._choices) - 1]:
             self._book(self._choices[i], self._last_delta(i))
@@ -210,7 +210,7 @@ class OpenRequest:
         return delta
 
     def drain(self) -> list[Delta]:
-        """What has come since the last call, one delta per choice; failures when nothing else is left."""
+        """What has arrived since the last call, one delta per choice; failures once nothing else is left."""
         if self._pending:
             return self._pending.take()
         deltas, self._failed = self._failed, []

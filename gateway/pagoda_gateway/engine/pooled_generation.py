@@ -1,4 +1,4 @@
-"""One open request as its consumer sees it, how fast it came, and the pool's books about it."""
+"""One open request: its consumer's handle, its latencies, and the pool's state about it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pool(Protocol):
 
 
 class TokenTimes:
-    """When tokens came, in seconds of any monotonic clock: these are latencies that a client saw, stalls included."""
+    """When tokens arrived, in seconds of any monotonic clock: latencies as the client saw them, stalls included."""
 
     def __init__(self, now: float) -> None:
         self.submitted_at = now
@@ -36,14 +36,14 @@ class TokenTimes:
         return None if self._first_at is None else self._first_at - self.submitted_at
 
     def tpot_s(self, num_tokens: int) -> float | None:
-        """Between two tokens of a choice on average; None where no choice has two, or all came at once."""
+        """Mean time between two tokens of a choice; None if no choice has two, or all arrived at once."""
         num_gaps = num_tokens - len(self._last_at)
         if self._first_at is None or num_gaps < 1:
             return None
         return sum(at - self._first_at for at in self._last_at.values()) / num_gaps or None
 
     def on_tokens(self, choice: int, now: float) -> float | None:
-        """Seconds since the choice's tokens before these; None for its first."""
+        """Record the arrival; return seconds since the choice's previous tokens, None for its first."""
         last_at = self._last_at.get(choice)
         self._last_at[choice] = now
         if self._first_at is None:
@@ -52,9 +52,9 @@ class TokenTimes:
 
 
 class PooledGeneration:
-    """Implements `Generation`, for one consumer. What became of it meanwhile is in the pool's books, not here.
+    """Implements `Generation`, for one consumer. Losses and waits are in the pool's `PooledRequest`, not here.
 
-    A request that is not `counted` is in no metric and no log.
+    A request that is not `counted` appears in no metric and no log.
     """
 
     def __init__(self, request: OpenRequest, pool: Pool, *, counted: bool, now: float) -> None:
@@ -63,11 +63,11 @@ class PooledGeneration:
         self.counted = counted
         self.times = TokenTimes(now)
         self.admitted = asyncio.Event()
-        self._reader: asyncio.Future[None] | None = None  # waits for news
+        self._reader: asyncio.Future[None] | None = None  # waits for deltas
         self._pool = pool
 
     async def next(self) -> list[Delta]:
-        """Wait for news: at most one delta per choice, merged since the last call; [] once all was delivered."""
+        """Wait for output: at most one delta per choice, merged since the last call; [] once all was delivered."""
         while True:
             deltas = self.request.drain()
             if deltas or self.request.ended:
@@ -76,15 +76,15 @@ class PooledGeneration:
             await self._reader
 
     async def abort(self, choices: Sequence[int] = ()) -> None:
-        """Ask the engine core to end these choices, or all; the ending still comes through `next`."""
+        """Ask the engine core to end these choices, or all of them; the ending still arrives through `next`."""
         self._pool.abort(self, tuple(choices))
 
     async def aclose(self) -> None:
-        """No more interest. Safe at any time and more than once."""
+        """Release the request. Safe at any time and more than once."""
         self._pool.release(self)
 
     def wake(self) -> None:
-        """There is news, or the ending."""
+        """Wake the reader: there is output, or the ending."""
         self.admitted.set()
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -92,11 +92,12 @@ class PooledGeneration:
 
 @dataclass
 class PooledRequest:
-    """The pool's books about one open request. `give_up_at` runs from the loss until it is taken again, None while
-    nothing is lost; `why` is what its present wait is said to be for, "" for an engine core; `losing_since` is when it
-    was first lost since its last token; `core` has it since `sent_at`, None has it while it is parked, and `streams`
-    are the numbers of its choices there. `refused_by` are those that did not take it since one did, and `none_taken` if
-    they take none of its kind.
+    """The pool's state about one open request.
+
+    `core` has had it since `sent_at`, None while it is parked; `streams` are the numbers of its choices there.
+    `give_up_at` is set from a loss until it is accepted again; `why` says what it waits for, "" for an engine core;
+    `losing_since` is when it was first lost since its last token. `refused_by` are the engine cores that refused it
+    since one last accepted it; `none_taken`: all of them refuse every request of its kind.
     """
 
     generation: PooledGeneration
@@ -126,7 +127,8 @@ class PooledRequest:
 
     @property
     def kind_refused(self) -> Kind | None:
-        """By who has it, and all before; None where it may be this one alone, or they differ in what is alike."""
+        """The kind that the present engine core and all before it refuse; None if they may refuse this request alone,
+        or if their policies differ."""
         policies = {core.load.policy for core in {self.core, *self.refused_by} if core}
         return Kind.of(policies.pop(), self.request.record) if len(policies) == 1 and self.none_taken else None
 
@@ -134,11 +136,11 @@ class PooledRequest:
         return core.usable and self.obstacle(core) is None
 
     def fits_any(self, others: Sequence[Core]) -> bool:
-        """Whether one of them can go on with it; else it would only come back, an attempt later."""
+        """Whether one of them can continue it; if none can, moving it would only cost an attempt."""
         return any(self.fits(other) for other in others)
 
     def settled(self) -> None:
-        """An engine core took it: no wait is running."""
+        """An engine core accepted it: no wait is running."""
         self.give_up_at = None
         self.why = ""
         self.refused_by.clear()

@@ -1,8 +1,8 @@
-"""Where there is no room for one request there is none for the next one like it: that is said without asking again.
+"""Under overload, requests like one that was just refused are refused without asking the engine core again.
 
-What an engine core says of all that are alike is repeated for `REPEATED_S` after it came, and no longer; then somebody
-is asked about again. So what it would have taken meanwhile is refused for so long at most, and what it refuses is asked
-about as often as it can answer.
+A refusal that holds for all requests of a kind is repeated for `REPEATED_S` after it arrived; then the next request
+goes to the engine core again. So a request that would have been accepted meanwhile is refused for that long at most,
+and the engine core is asked only as often as it can answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_KINDS = 4096
 
 
 class Kind(NamedTuple):
-    """What new requests have in common of which none is taken when one is not, whatever they ask."""
+    """What new requests have in common if the refusal of one, whatever it asks, means the refusal of all."""
 
     tenant: str
     priority: int
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def under(cls, policy: str, tenant: str, priority: int, queue_timeout_s: float) -> Kind:
-        """By what the engine core's policy looks at."""
+        """Keep only what the engine core's policy looks at."""
         looked_at = policy == "priority" or priority >= BACKGROUND_PRIORITY
         return cls(tenant if policy == "fair" else "", priority if looked_at else 0, queue_timeout_s)
 
@@ -39,15 +39,15 @@ class Kind(NamedTuple):
 
 
 class Refusals:
-    """The last ones. `count` hears of each that is repeated."""
+    """The last refusals. `count` is called for each one repeated."""
 
     def __init__(self, count: Callable[[ErrorCode], object], now: Callable[[], float] = time.monotonic) -> None:
         self._count = count
         self._now = now
-        self._last: OrderedDict[Kind, tuple[PagodaError, float]] = OrderedDict()  # with when it came, oldest first
+        self._last: OrderedDict[Kind, tuple[PagodaError, float]] = OrderedDict()  # with arrival times, oldest first
 
     def came(self, kind: Kind, error: PagodaError) -> None:
-        """One was refused, and with it all of its kind. `error` is not kept: once raised, it holds its request."""
+        """Record a refusal that holds for all of `kind`. It copies `error`, which holds its request once raised."""
         self._forget()
         told = PagodaError(error.code, error.message, error.param, retry_after_s=error.retry_after_s)
         self._last[kind] = told, self._now()
@@ -56,7 +56,7 @@ class Refusals:
             self._last.popitem(last=False)
 
     def repeated(self, kind: Kind) -> PagodaError | None:
-        """What to tell a new one of this kind; None where it is to be asked about."""
+        """The error for a new request of this kind; None if the engine core is to be asked."""
         if not self._last:
             return None
         self._forget()
@@ -66,6 +66,6 @@ class Refusals:
         return error
 
     def _forget(self) -> None:
-        """What is too old to be repeated."""
+        """Drop refusals too old to repeat."""
         while self._last and self._now() - next(iter(self._last.values()))[1] >= REPEATED_S:
             self._last.popitem(last=False)

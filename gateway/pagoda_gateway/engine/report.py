@@ -1,6 +1,6 @@
-"""What engine cores say of themselves and their workers when they are asked; however many ask, that is twice a second.
+"""Engine cores' reports on themselves and their workers, asked for at most twice a second, however many clients look.
 
-Whoever wants to look gets the last answer, or a new one if that is old. Without an engine core there is none.
+A reader gets the last report, or a new one if that is old. Without an engine core there is none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagoda_proto import times
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A life of a worker, field for field as `Worker` in engine.proto; of its process, nothing."""
+    """One life of a worker, field for field as `Worker` in engine.proto, without the fields about its process."""
 
     worker_id: str
     state: str
@@ -30,7 +30,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`totals` are the numbers of `GetStatsResponse` by name; `at_s` is the gateway's monotonic clock then."""
+    """`totals` are the counters of `GetStatsResponse` by name; `at_s` is when it was made, by the gateway's monotonic
+    clock."""
 
     at_s: float
     workers: tuple[WorkerReport, ...]
@@ -38,7 +39,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def joined(reports: Sequence[EngineReport | None]) -> EngineReport | None:
-    """One of several, in which a worker of the second engine core is called `2/worker-0`; None of none."""
+    """Merge reports; a worker of the second engine core is called `2/worker-0`. None if there is no report."""
     if len(reports) == 1:
         return reports[0]
     known = [(number, report) for number, report in enumerate(reports, 1) if report is not None]
@@ -59,7 +60,7 @@ Ask = Callable[[], Awaitable[EngineReport | None]]
 
 
 class Reports:
-    """`ask` is called by one task at a time, and not again before its answer is `REPORT_AGE_S` old."""
+    """Calls `ask` from one task at a time, and not again before `REPORT_AGE_S` have passed."""
 
     def __init__(self, ask: Ask, now: Callable[[], float] = time.monotonic) -> None:
         self._ask = ask

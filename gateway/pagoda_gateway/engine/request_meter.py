@@ -1,6 +1,6 @@
-"""Every token and every ending of a user's request is measured here, and nowhere else; each ending is one line of log.
+"""The only place that measures tokens and endings of users' requests; each ending is one line of log.
 
-A line holds ids and numbers, never a word of what was asked or answered.
+A line holds ids and numbers, never text of prompts or answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger("pagoda_gateway.generation.requests")
 
 
 class RequestMeter:
-    """`now` is the monotonic clock that a client's own watch agrees with."""
+    """`now` is a monotonic clock that also counts stalls, as the client's own clock does."""
 
     def __init__(self, metrics: GatewayMetrics, *, log_requests: bool) -> None:
         self.recent = RecentRequests()
@@ -40,19 +40,19 @@ class RequestMeter:
             self._metrics.ttft.observe(now - generation.times.submitted_at)
 
     def refused(self, generation: PooledGeneration, error: PagodaError, kind: Kind | None) -> None:
-        """By everybody who works; where there is a `kind`, with it all of that. It is still to be ended."""
+        """All working engine cores refused it; with a `kind`, they refuse all of that kind. `ended` is still to come."""
         if generation.counted:
             self._metrics.refused(error.code)
             if kind is not None:
                 self.refusals.came(kind, error)
 
     def _unread(self, code: ErrorCode) -> None:
-        """One was refused whose request was never made."""
+        """Count a refusal for which no request was ever built."""
         self._metrics.refused(code)
         self._metrics.ended(FinishReason.ERROR, None, 0.0)
 
     def ended(self, generation: PooledGeneration, now: float) -> None:
-        """Once per request. Prompt tokens count where the model saw them, that is, where tokens came back."""
+        """Called once per request. Prompt tokens count if the model saw them, that is, if output came back."""
         if not generation.counted:
             return
         request, times, usage = generation.request, generation.times, generation.request.usage()

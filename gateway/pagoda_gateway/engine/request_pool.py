@@ -1,14 +1,14 @@
-"""A request outlives the session that carries it: when the session breaks, its record goes out again with its tokens.
+"""A request outlives the session that carries it: when the session breaks, the pool resubmits its record and tokens.
 
-The pool keeps every request without an ending, and nothing else. One whose attempt is over (its session broke, it was
-told to move, tokens were missing, another engine core would get on) is *parked* until one is there that takes requests
-and has the weights and numerics it began under; it goes there with a higher attempt. What it waits for says how long:
+The pool keeps every request that has no ending yet, and nothing else. When an attempt is over (its session broke, the
+request was told to move, tokens were missing, or its engine core is stuck and another is well), the request is *parked*
+until a usable engine core has the weights and numerics it began under, and goes there with a higher attempt. It waits:
 
-    an engine core                                        waits.resume_s since it was lost
-    workers of its numerics, where the engine core stands  waits.no_worker_s since it was lost
-    a new token, while it is lost again and again          waits.losing_s since the first of these losses
+    for an engine core                                 waits.resume_s since it was lost
+    for workers of its numerics, on a connected one    waits.no_worker_s since it was lost
+    for a new token, while it is lost again and again  waits.losing_s since the first of these losses
 
-It ends with the best reason known: the engine core's own before "lost". All times are `LivedClock`'s.
+It ends with the best reason known: the engine core's own reason before "lost". All times are `LivedClock`'s.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class RequestPool:
     """Implements `Pool`. One per gateway; only the event loop's thread touches it.
 
-    `retry_after_s` tells those that fail here when an engine core is expected.
+    `retry_after_s` says when an engine core is expected back; requests that fail here carry it.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class RequestPool:
         self._meter = meter
         self._retry_after_s = retry_after_s
         self._open: dict[str, PooledRequest] = {}
-        self._parked: dict[str, PooledRequest] = {}  # a part of `_open`
-        self._streams: dict[Core, dict[int, tuple[PooledRequest, int]]] = {}  # choices by their numbers on its session
+        self._parked: dict[str, PooledRequest] = {}  # a subset of `_open`
+        self._streams: dict[Core, dict[int, tuple[PooledRequest, int]]] = {}  # by number on its session
 
     @property
     def num_open(self) -> int:
@@ -71,13 +71,13 @@ class RequestPool:
         return len(self._parked)
 
     def add(self, core: Core) -> None:
-        """One that may be met."""
+        """Register an engine core; `meet` makes it known as connected."""
         self._streams[core] = {}
 
-    # What consumers ask
+    # Called by consumers
 
     def open(self, record: RequestRecord, *, counted: bool, prior: Sequence[Delta] = ()) -> PooledGeneration:
-        """Submit a record to an engine core that is there. `prior` has been read of it, and does not come again.
+        """Submit a record to a usable engine core, or park it. `prior` was delivered before and is not repeated.
 
         Raises:
             PagodaError: INTERNAL, the id is in use.
@@ -95,7 +95,7 @@ class RequestPool:
         return generation
 
     def abort(self, generation: PooledGeneration, choices: tuple[int, ...]) -> None:
-        """Ask the engine core to stop choices; without one, a request that wants nothing more ends here."""
+        """Ask the engine core to stop choices. A parked request that wants nothing more ends here."""
         pooled = self._pooled(generation)
         if pooled is None or generation.request.ended:
             return
@@ -105,7 +105,7 @@ class RequestPool:
             self._end_here(pooled)
 
     def release(self, generation: PooledGeneration) -> None:
-        """The consumer is gone. Nothing of the request stays here; the engine core is told."""
+        """The consumer is gone: tell the engine core, and forget the request."""
         if (pooled := self._pooled(generation)) is not None:
             self._send_abort(pooled)
             generation.request.drop()
@@ -119,10 +119,10 @@ class RequestPool:
         pooled = self._open.get(generation.request.record.request_id)
         return pooled if pooled is not None and pooled.generation is generation else None
 
-    # What the sessions tell
+    # Called by the links
 
     def meet(self, core: Core, view: ModelView) -> None:
-        """An engine core is there, or has other workers than before, or takes no more requests."""
+        """An engine core has connected, has different workers than before, or takes no more requests."""
         if view != core.view:
             core.view = view
             self._look_again(core)
@@ -135,7 +135,7 @@ class RequestPool:
                 self._go_on(pooled)
 
     def lose(self, core: Core) -> None:
-        """Its session is over: every request that it had goes on with another one, or the same one restarted."""
+        """The session is over: each of its requests continues on another engine core, or on this one once restarted."""
         self._metrics.sessions_lost.inc()
         now = self._clock.now()
         core.failed(now)
@@ -145,7 +145,7 @@ class RequestPool:
             self._attempt_over(pooled, now)
 
     def tend(self) -> None:
-        """Whose wait is over, whose turn to try again it is. Called every `waits.tick_s`."""
+        """Retry or give up parked requests, move others off stuck engine cores. Called every `waits.tick_s`."""
         now = self._clock.now()
         for pooled in list(self._parked.values()):
             if pooled.give_up_at is not None and now >= pooled.give_up_at:
@@ -163,7 +163,7 @@ class RequestPool:
                 self._move(pooled)
 
     def _fails(self, core: Core, now: float) -> bool:
-        """It has requests, and is silent or gets on with none of them."""
+        """Whether the engine core has requests, and is silent or makes no progress with any of them."""
         oldest_at = min((pooled.sent_at for pooled in self._of(core)), default=now)
         stuck = now - max(core.got_on_at, oldest_at) >= self._waits.stuck_s
         return oldest_at < now and (stuck or now - core.heard_at >= self._waits.suspect_s)
@@ -172,7 +172,7 @@ class RequestPool:
         return [pooled for pooled in self._open.values() if pooled.core is core]
 
     def _look_again(self, core: Core) -> None:
-        """It has other workers, or another model, than when requests were sent there."""
+        """Move requests that the workers or the model now on this engine core can never continue."""
         for pooled in self._of(core):
             obstacle = pooled.obstacle(core)
             pooled.vocab_size = pooled.vocab_size or core.view.vocab_size
@@ -191,7 +191,7 @@ class RequestPool:
             self._streams[core] |= {number: (pooled, choice) for choice, number in enumerate(pooled.streams)}
 
     def on_rejected(self, core: Core, rejected: pb.Rejected) -> None:
-        """A refusal by all is final for a new request. One that was lost asks again for as long as it may wait."""
+        """A new request fails once every engine core has refused it. A lost one retries for as long as it may wait."""
         pooled = self._current(core, rejected.request_id, rejected.attempt)
         if pooled is None:
             return
@@ -209,7 +209,7 @@ class RequestPool:
         self._fail_with(pooled, error)
 
     def _ask_another(self, pooled: PooledRequest) -> bool:
-        """One that nobody has begun is refused by all that work, or by none."""
+        """Submit a request without tokens to an engine core that has not refused it yet. False if none is left."""
         pooled.refused_by |= {pooled.core}
         left = [core for core in self._streams if pooled.fits(core) and core.works and core not in pooled.refused_by]
         core = choose(left, pooled.request.record, self._clock.now())
@@ -223,7 +223,7 @@ class RequestPool:
             self._attempt_over(pooled, self._clock.now())
 
     def on_outputs(self, core: Core, outputs: pb.StepOutputs) -> bool:
-        """Whether a token came for anybody."""
+        """Return whether any request got a token."""
         now, with_tokens = time.monotonic(), False
         tokens, streams = outputs.tokens, self._streams[core]
         for number, first_index, token_id in zip(tokens.streams, tokens.first_indexes, tokens.token_ids, strict=True):
@@ -240,7 +240,7 @@ class RequestPool:
     def _guarded(self, pooled: PooledRequest, work: Callable[..., bool], *given: Any) -> bool:
         try:
             return work(pooled, *given)
-        except Exception:  # about this request; the session carries others
+        except Exception:  # fails this request only: the session carries others
             logger.exception("request %s cannot go on", pooled.request.record.request_id)
             if self._pooled(pooled.generation) is pooled:
                 self._fail(pooled, "an internal error", ErrorCode.INTERNAL)
@@ -277,7 +277,7 @@ class RequestPool:
         pooled.generation.wake()
 
     def _on_gap(self, pooled: PooledRequest) -> None:
-        """Tokens are missing: this attempt cannot be trusted, the tokens so far can."""
+        """Tokens are missing: the tokens so far can be trusted, the rest of this attempt cannot."""
         self._metrics.gaps.inc()
         pooled.gaps += 1
         if pooled.gaps > MAX_GAPS:
@@ -286,14 +286,14 @@ class RequestPool:
             self._attempt_over(pooled, self._clock.now())
 
     def _current(self, core: Core, request_id: str, attempt: int) -> PooledRequest | None:
-        """The open request a frame speaks of, unless it speaks of an earlier attempt."""
+        """The open request that a frame is about; None if the frame belongs to an earlier attempt."""
         pooled = self._open.get(request_id)
         return pooled if pooled and pooled.core is core and pooled.request.attempt == attempt else None
 
-    # Waiting and going on
+    # Parking and resubmitting
 
     def _attempt_over(self, pooled: PooledRequest, now: float) -> None:
-        lasted = now - pooled.sent_at > self._waits.losing_s  # an attempt that long was none of many in a row
+        lasted = now - pooled.sent_at > self._waits.losing_s  # an attempt this long breaks a series of losses
         pooled.losing_since = now if pooled.losing_since is None or lasted else pooled.losing_since
         losing_s = now - pooled.losing_since
         if losing_s > self._waits.losing_s:
@@ -304,7 +304,7 @@ class RequestPool:
             self._go_on(pooled)
 
     def _park(self, pooled: PooledRequest, now: float, retry_at: float = 0.0, why: str = "") -> None:
-        """The deadline counts from the loss: it stays where it is until the request is taken, or lost again."""
+        """The deadline counts from the loss: it does not move until the request is accepted, or lost again."""
         if pooled.request.wants_nothing_more:
             self._end_here(pooled)
             return
@@ -317,7 +317,7 @@ class RequestPool:
             pooled.give_up_at = now + self._waits.resume_s
 
     def _go_on(self, pooled: PooledRequest) -> None:
-        """With an engine core that is there, unless the model of all is another one."""
+        """Resubmit to an engine core that can continue the request; without one, it stays parked or fails."""
         core = self._choice(pooled)
         if core is None:
             self._held_up(pooled)
@@ -328,11 +328,11 @@ class RequestPool:
         self._submit(pooled, core)
 
     def _choice(self, pooled: PooledRequest) -> Core | None:
-        """Workers of other numerics are an engine core's own business as long as it holds the request."""
+        """Choose an engine core that can take the request. One that has it already deals with other numerics itself."""
         return choose(filter(pooled.fits, self._streams), pooled.request.record, self._clock.now())
 
     def _held_up(self, pooled: PooledRequest) -> None:
-        """No engine core can go on with it. Where none ever will, it ends here."""
+        """No engine core can continue it now. If none ever will, it ends here."""
         obstacles = [obstacle for core in self._streams if core.usable and (obstacle := pooled.obstacle(core))]
         passing = next((obstacle for obstacle in obstacles if not obstacle.final), None)
         if passing is not None and pooled.parked_at is not None:
@@ -371,7 +371,7 @@ class RequestPool:
         self._meter.ended(pooled.generation, time.monotonic())
 
     def _forget_streams(self, pooled: PooledRequest) -> None:
-        """The attempt is over."""
+        """Drop the stream numbers of an attempt that is over."""
         if pooled.core is not None:
             for number in pooled.streams:
                 self._streams[pooled.core].pop(number, None)
@@ -394,7 +394,7 @@ class RequestPool:
         return True
 
     def _send_abort(self, pooled: PooledRequest, choices: tuple[int, ...] = ()) -> None:
-        """Best effort: an engine core that is gone, or does not have the request yet, needs none."""
+        """Best effort: an engine core that is gone, or does not have the request, needs no abort."""
         if pooled.core is not None and pooled.core.send is not None:
             abort = pb.Abort(request_id=pooled.request.record.request_id, choices=choices)
             pooled.core.send(pb.ClientFrame(abort=abort))

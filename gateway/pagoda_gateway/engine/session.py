@@ -1,8 +1,8 @@
-"""One `Engine.Session` stream from connecting to its end; who is open on it and what to resume is not known here.
+"""One `Engine.Session` stream from connecting to its end; it knows nothing of open requests or of resuming them.
 
-A channel per session: no connection state outlives it, so a restarted engine core is found as fast as a new one. Only
-silence ends a session that stands, in time that this process lived through: gRPC's own keepalive would not know that
-it was the gateway that slept, so it is not used.
+Each session has its own channel: no connection state outlives it, so a restarted engine core is found as fast as a new
+one. A working connection ends only by silence, measured in time that this process lived through. gRPC's keepalive is
+not used, because it could not tell that it was the gateway that slept.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 
 
 class EngineAddress:
-    """Where an engine core listens: `unix:/path`, or `host:port`, which off loopback needs the keys in `keys_dir`.
+    """Where an engine core listens: `unix:/path` or `host:port`; beyond loopback, the latter needs keys in `keys_dir`.
 
     Attributes:
-        keys: Those of the link, None where it has none.
+        keys: The link's keys, None if it has none.
 
     Raises:
-        ValueError: another kind of address, or one that needs keys.
+        ValueError: another kind of address, or one that needs keys and has none.
         KeyFileError: the keys cannot be used.
     """
 
@@ -64,7 +64,7 @@ class EngineAddress:
 
     @classmethod
     def several(cls, addresses: str, keys_dir: str = "") -> list[EngineAddress]:
-        """Of one or more with commas between them. Raises ValueError where one stands twice, too."""
+        """Parse one or more addresses, separated by commas. Raises ValueError also for duplicates."""
         texts = [text.strip() for text in addresses.split(",")]
         twice = next((text for text in texts if texts.count(text) > 1), None)
         if twice is not None:
@@ -84,7 +84,7 @@ class SessionEnded(Exception):
 
 
 class Session:
-    """One stream to one engine core. `send` at any time, `run` once; who runs it calls `tick` all the while."""
+    """One stream to one engine core. Call `send` at any time, `run` once, and `tick` regularly while it runs."""
 
     def __init__(self, address: EngineAddress, clock: LivedClock, silent_s: float) -> None:
         self._address = address
@@ -93,23 +93,23 @@ class Session:
         self._heard_at = clock.now()
         self._silent = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
-        self._protocol = SESSION_SPOKEN.oldest  # until the engine core says what both speak
+        self._protocol = SESSION_SPOKEN.oldest  # until the engine core names the version both speak
         self._outbox: asyncio.Queue[pb.ClientFrame] = asyncio.Queue()
 
     def send(self, frame: pb.ClientFrame) -> None:
         self._outbox.put_nowait(frame)
 
     def tick(self) -> None:
-        """A stopped process still accepts connections: who says nothing for `silent_s` of our own time is lost."""
+        """End a session that was silent for `silent_s` of our own time: a stopped process still accepts connections."""
         if self._clock.now() - self._heard_at >= self._silent_s:
             self._silent.set()
 
     async def report(self) -> EngineReport | None:
-        """Asked beside the stream, on its connection; None without one."""
+        """Ask for a report on the stream's connection; None without one."""
         return None if self._channel is None else await ask_report(self._channel)
 
     async def run(self, on_frame: Callable[[pb.ServerFrame], None]) -> NoReturn:
-        """Hand every frame over until the stream ends, breaks, is refused or silent.
+        """Pass every frame to `on_frame` until the stream ends, breaks, is refused or falls silent.
 
         Raises:
             SessionEnded: always, in the end.
@@ -162,12 +162,12 @@ def _ending(task: asyncio.Task[None]) -> str:
 
 
 async def ask_report(channel: grpc.aio.Channel) -> EngineReport | None:
-    """On the connection of its session; None where the engine core does not answer in time, or at all."""
+    """Ask for a report on a session's connection; None if the engine core does not answer in time."""
     admin = AdminStub(channel)
     questions = ((admin.ListWorkers, pb.ListWorkersRequest()), (admin.GetStats, pb.GetStatsRequest()))
     calls = [asyncio.ensure_future(method(asked, timeout=times.REPORT_WAIT_S)) for method, asked in questions]
     try:
-        await asyncio.wait(calls)  # a channel that is closed cancels its calls, which is no cancellation of ours
+        await asyncio.wait(calls)  # closing the channel cancels its calls: that must not cancel our task
     finally:
         for call in calls:
             call.cancel()

@@ -1,5 +1,5 @@
-"""An engine core that is gone is expected back: how long requests wait for it, and when to try again, follows from when
-it was last usable.
+"""A lost engine core is expected back: how long requests wait for it, and when clients should retry, depends on when an
+engine core was last usable.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ RETRY_MOST_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """Seconds, each from its rung in `pagoda_proto.times`. `tick_s` is how often deadlines are looked at."""
+    """Seconds, each with its default in `pagoda_proto.times`. `tick_s` is how often deadlines are checked."""
 
     resume_s: float = times.RESUME_WAIT_S
     no_worker_s: float = times.NO_WORKER_WAIT_S
@@ -29,7 +29,7 @@ class Waits:
 
 
 class Absence:
-    """Since when there is no engine core that takes requests. All times are `LivedClock`'s."""
+    """Since when no engine core has taken requests. All times are `LivedClock`'s."""
 
     def __init__(self, waits: Waits, now: float) -> None:
         self._waits = waits
@@ -45,13 +45,13 @@ class Absence:
         self._was_there = True
 
     def submit_wait_s(self, now: float) -> float:
-        """How long a request that comes now waits before it is refused."""
+        """How long a request that arrives now waits before it is refused."""
         left_s = self._since + self._waits.submit_s - now if self._was_there and self._since is not None else 0.0
         return max(left_s, self._waits.connect_s)
 
     def retry_after_s(self, now: float) -> float:
-        """When one that is refused now may try again: when a restart is due. Once that is over nobody knows; what has
-        been away for long is away for as long again, and asking at such distances costs little.
+        """When a request refused now should be retried: when a restart is due. After that nobody knows: assume that the
+        engine core stays away for as long again, as retries that rare cost little.
         """
         if self._since is None:
             return RETRY_FIRST_S
