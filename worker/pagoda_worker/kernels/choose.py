@@ -1,7 +1,7 @@
-"""Which back end serves, decided once at start. A named one that cannot serve is an error; `auto` takes another.
+"""Chooses the back end, once at start. If a named back end cannot serve, that is an error; `auto` takes another.
 
-A back end is foreign ground: a compiler, a driver, a library built for another machine. Whatever it raises while it is
-loaded and checked means one thing, that it cannot serve here, and leaves this module as a BackendError.
+A back end may involve a compiler, a driver or a library built for another machine. Whatever it raises while it is
+loaded and checked means that it cannot serve here, and leaves this module as a BackendError.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from pagoda_worker.kernels.reference import ReferenceOps
 log = logging.getLogger(__name__)
 
 Load = Callable[[torch.device, Needs], tuple[Ops, dict[str, str]]]
-"""Gives a back end, and by family of operations what keeps it from serving that one here."""
+"""Loads a back end; also returns, by family of operations, why it cannot serve that family here."""
 
-VECTORISED = ("x86_64", "AMD64")  # machines that the native kernels have more than a plain level for
+VECTORISED = ("x86_64", "AMD64")  # machines for which the native kernels have vector levels, not just the plain one
 OMP_PAUSE_HARD = 2  # OpenMP 5.0, `omp_pause_resource_t`
-MARGIN = 0.9  # flash-attention must take less than this share of Triton's time: starts are to choose alike
+MARGIN = 0.9  # flash-attention must take less than this share of Triton's time, so that restarts choose alike
 
 
 def load_ops(
     device: torch.device, choice: str, needs: Needs, clock: trial.Clock = device_seconds, machine: str = ""
 ) -> tuple[Ops, list[str]]:
-    """The operations for `device`, and what there is to say about the choice (for the log).
+    """The operations for `device`, and remarks on the choice for the log.
 
     Args:
         device: Where tensors live.
         choice: See `kernel_choice`.
-        needs: What they must be able to do.
-        clock: For `auto`, where it measures.
+        needs: What the model requires of them.
+        clock: Used when `auto` measures.
         machine: The processor's family, as `platform.machine` names it; "" is this machine's.
 
     Raises:
-        BackendError: `choice` is not known, or something that was named cannot run here.
+        BackendError: `choice` is unknown, or a back end that it names cannot run here.
     """
     try:
         chosen = parse_choice(choice)
@@ -63,10 +63,10 @@ def load_ops(
 
 
 def rest() -> None:
-    """End the threads that back ends have computed with, which no fork of this process would have. Others begin with
-    what is computed next."""
+    """End the compute threads of the back ends before a fork, which would not inherit them. New ones start with the
+    next computation."""
     library.rest()
-    pause = getattr(ctypes.CDLL(torch._C.__file__), "omp_pause_resource_all", None)  # of the OpenMP that torch has
+    pause = getattr(ctypes.CDLL(torch._C.__file__), "omp_pause_resource_all", None)  # of torch's own OpenMP
     if pause is not None:
         pause(OMP_PAUSE_HARD)
 
@@ -86,7 +86,7 @@ class _Loader:
         return self._loaded[name]
 
     def named(self, name: str, families: Collection[str]) -> Ops:
-        """The back end that somebody asked for.
+        """The back end that was asked for by name.
 
         Raises:
             BackendError: it cannot serve one of `families` here.
@@ -102,7 +102,7 @@ class _Loader:
 
 
 def _automatic(loader: _Loader, families: Collection[str], machine: str) -> tuple[dict[str, Ops], list[str]]:
-    """The fastest that works: what it cannot do here is left to torch."""
+    """The fastest back end that works; torch serves the families that it cannot."""
     name = "native" if loader.device.type == "cpu" else "triton"
     try:
         if name == "native" and machine not in VECTORISED:
@@ -117,10 +117,10 @@ def _automatic(loader: _Loader, families: Collection[str], machine: str) -> tupl
 
 
 def _faster_attention(ours: Ops, needs: Needs, clock: trial.Clock) -> Ops:
-    """`ours`, or instead of Triton flash-attention: where it is installed, can serve this model and is clearly faster.
+    """`ours`, or flash-attention in place of Triton if it is installed, can serve this model and is clearly faster.
 
-    A model that is not ours to know is left to Triton, which refuses nothing that its layers may ask. Times differ from
-    one start to the next, and workers of one engine core must choose alike: the log says what makes them.
+    Models we know nothing about stay with Triton, which supports everything their layers may ask for. Times vary from
+    start to start, yet the workers of one engine core must choose alike: the log says which option ensures that.
     """
     if ours.name != "triton" or not needs.attention or not flash.installed():
         return ours
@@ -131,7 +131,7 @@ def _faster_attention(ours: Ops, needs: Needs, clock: trial.Clock) -> Ops:
 
     try:
         theirs, (triton_times, flash_times) = guarded(FLASH, compare)
-    except BackendError as error:  # a lost device will be met again, by what cannot do without
+    except BackendError as error:  # if the device is lost, whatever needs it will fail later
         log.info("attention by triton: %s", error)
         return ours
     faster = theirs if flash_times.of_a_request < MARGIN * triton_times.of_a_request else ours
@@ -144,7 +144,7 @@ def _faster_attention(ours: Ops, needs: Needs, clock: trial.Clock) -> Ops:
 
 
 def _torch(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
-    from pagoda_worker.kernels.aten import AtenOps  # asks at once for operations that not every torch has
+    from pagoda_worker.kernels.aten import AtenOps  # on import, looks up operations that not every torch has
 
     return AtenOps(device, needs.dtype), {}
 

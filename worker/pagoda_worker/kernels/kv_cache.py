@@ -1,21 +1,21 @@
 """The KV cache as a worker holds it: one tensor per layer, blocks outermost, tokens of a block side by side.
 
-Layers that keep the same are a *group*: a cache is one group's, a model's KV cache has one for each (nearly always one
-in all). Groups that keep the same tokens go by one of a row's block tables; see `loading.retention`.
+Layers that store the same KV shape form a *group*. Each group has a cache of its own; nearly all models have a single
+group. Groups that retain the same tokens share one of a row's block tables; see `loading.retention`.
 
-    layers[l]   [num_blocks + 1, block_size, P, Hkv, D]     P planes: K, then V; one where a value is its key
+    layers[l]   [num_blocks + 1, block_size, P, Hkv, D]     P planes: K, then V; one if the key is also the value
 
-A token's K and V are one contiguous line, so a step writes both with one indexed copy and a row's blocks come out of
-one indexed read as [tokens, P, Hkv, D]. The last block is nobody's: it stays zero and pads the block tables.
+A token's K and V are one contiguous line, so a step writes both with one indexed copy, and one indexed read returns a
+row's blocks as [tokens, P, Hkv, D]. The last block belongs to no row: it stays zero and pads the block tables.
 
-Quantised, K and V are whole numbers with one scale per token and head (`quantize`), and attention computes with the
-numbers that come back out (`dequantize`). That is the definition for every back end. One may round what meets them, no
-coarser than bfloat16 would where it counts.
+A quantised cache stores K and V as integers with one scale per token and head (`quantize`), and attention computes with
+their dequantised values (`dequantize`). This defines the result for every back end; a back end may round the other
+operand of each product, but no more coarsely than bfloat16 would where it matters.
 
     scales[l]   [num_blocks + 1, block_size, P, Hkv]        float32
 
-Masked positions are multiplied by exactly zero, which hides stale numbers but not stale NaN. A row that computed NaN
-therefore quarantines its blocks: they are zeroed before another row writes its first token into them.
+Masked positions are multiplied by exactly zero, which hides stale numbers but not stale NaN. The blocks of a row that
+computed NaN are therefore quarantined: they are zeroed before another row writes its first token into them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ SCALE_DTYPE = torch.float32
 
 @dataclass(frozen=True, kw_only=True)
 class KVShape:
-    """What one token's K and V need in the layers of one group, the same in each."""
+    """The shape of one token's K and V in the layers of one group, all of which are alike."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype  # of K and V as they are computed
     quantized: bool = False  # stored as int8, see `quantize`
-    window: int | None = None  # tokens that its layers see at most; None: all
+    window: int | None = None  # the most tokens that its layers see; None: all
     chunked: bool = False  # see `AttentionShape`
-    table: int = 0  # by which of a row's block tables its layers go
-    planes: int = 2  # K and V, or 1: K, which is V too
+    table: int = 0  # which of a row's block tables its layers use
+    planes: int = 2  # K and V, or 1: K, which is also V
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -54,7 +54,7 @@ class KVShape:
 
     @property
     def value_heads(self) -> int:
-        """How many of a token's heads are values of their own."""
+        """The number of value heads stored per token."""
         return self.num_kv_heads * (self.planes - 1)
 
     @property
@@ -67,24 +67,24 @@ class KVShape:
         return self.bytes_per_token * block_size
 
     def cells_per_block(self, block_size: int) -> tuple[int, ...]:
-        """The sizes of one block's numbers outside of any cache, see `Blocks`; of its scales, less the last of them."""
+        """The shape of one exported block, see `Blocks`; without the last dimension, the shape of its scales."""
         return (self.planes, self.num_layers, self.num_kv_heads, block_size, self.head_dim)
 
 
 def planes_of(latents: bool, keeps_latents_once: bool) -> int:
-    """Of the cache of a layer with latents, or without, in a back end that keeps those once, or does not."""
+    """The number of planes of a layer's cache: 1 if it has latents and the back end stores those once."""
     return 1 if latents and keeps_latents_once else 2
 
 
 class KVLayer(NamedTuple):
-    """Where a layer of a model keeps its K and V: in which group, and as which of its layers."""
+    """Where a layer of a model keeps its K and V: the group, and the layer's index within it."""
 
     group: int
     layer: int
 
 
 def grouped(layers: Sequence[KVShape]) -> tuple[tuple[KVShape, ...], list[KVLayer]]:
-    """The groups of these layers, each given as if it were alone, and where each of them is."""
+    """The groups that these layers form (each layer is given as a group of its own), and the place of each layer."""
     counts = Counter(layers)
     kinds = list(counts)
     groups = tuple(replace(kind, num_layers=count) for kind, count in counts.items())
@@ -94,7 +94,7 @@ def grouped(layers: Sequence[KVShape]) -> tuple[tuple[KVShape, ...], list[KVLaye
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., D] -> int8 [..., D] and their scales [...]: max |x| / 127 over the last dimension, ties to even.
 
-    All zeros have the scale 0. A line with anything that is no finite number has the scale NaN, so that it stays one.
+    A line of zeros has scale 0. A line with any non-finite value has scale NaN, so that it dequantises to NaN.
     """
     wide = x.to(SCALE_DTYPE)
     most = torch.full((), LEVELS, dtype=SCALE_DTYPE, device=x.device)  # a tensor: CUDA multiplies by 1 / constant
@@ -110,9 +110,9 @@ def dequantize(levels: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """n blocks outside of any cache, laid out the same for every back end. P planes: see `KVShape`.
+    """n blocks outside of any cache, in the same layout for every back end. P planes: see `KVShape`.
 
-    Cells of a block to which no token was written hold anything.
+    Cells to which no token was written are undefined.
     """
 
     cells: Tensor  # [n, P, num_layers, Hkv, block_size, D] in the stored dtype
@@ -151,11 +151,11 @@ class KVCache:
 
     @property
     def _tensors(self) -> list[Tensor]:
-        """All that belongs to a block, [num_blocks + 1, ...] each."""
+        """All tensors that hold data of blocks, [num_blocks + 1, ...] each."""
         return [*self.layers, *self.scales]
 
     def write(self, layer: int, places: Tensor, lines: Tensor) -> None:
-        """lines [T, P * Hkv * D], K before V, to tokens `places` [T] of the cache."""
+        """Write lines [T, P * Hkv * D], K before V, to token places `places` [T] of the cache."""
         if self.shape.quantized:
             levels, scales = quantize(lines.view(len(lines), -1, self.shape.head_dim))
             self.scales[layer].flatten(2).flatten(0, 1).index_copy_(0, places, scales)
@@ -163,7 +163,7 @@ class KVCache:
         self.lines[layer].index_copy_(0, places, lines)
 
     def read(self, layer: int, block_ids: Tensor) -> Tensor:
-        """K and V of blocks [n, block_size, 2, Hkv, D] as they are stored, or dequantised in float32 at least."""
+        """K and V of blocks [n, block_size, 2, Hkv, D] as stored, or dequantised to at least float32."""
         cells = self.layers[layer][block_ids]
         if self.shape.quantized:
             wide = torch.promote_types(self.shape.dtype, SCALE_DTYPE)
@@ -173,8 +173,8 @@ class KVCache:
     def gather(self, layer: int, block_ids: Tensor) -> Tensor:
         """K and V of blocks [n, block_size, 2, Hkv, D], copied in the run dtype, valid until the next call.
 
-        They share one buffer that lives as long as the cache: fresh memory of this size would come from the kernel,
-        page by page, in every layer.
+        All calls share one buffer that lives as long as the cache: the operating system would have to map fresh memory
+        of this size page by page in every layer.
         """
         if len(self._gathered) < len(block_ids):
             self._gathered = self._gathered.new_empty((len(block_ids), self._gathered.shape[1]))
@@ -214,7 +214,7 @@ class KVCache:
         return Blocks(cells=tokens_inside(self.layers), scales=scales)
 
     def import_blocks(self, block_ids: Sequence[int], blocks: Blocks) -> None:
-        """Blocks with anything that is no number are quarantined, as if they had been computed here."""
+        """Blocks with any non-finite value are quarantined, as if they had been computed here."""
         blocks.check(self.shape, self.block_size, len(block_ids))
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.layers[0].device)
         for index, layer in enumerate(self.layers):
@@ -239,7 +239,7 @@ class KVCache:
             self.quarantined.discard(block)
 
     def inspect(self, batch: Batch, hidden: Tensor) -> None:
-        """After a step: quarantine the blocks in which a token with a hidden state [T, H] that is no number lies."""
+        """After a step: quarantine the blocks of tokens with a non-finite value in their hidden state [T, H]."""
         finite = hidden.isfinite()
         if not finite.all():
             bad = batch.kv_indices[~finite.all(-1)] // self.block_size

@@ -1,13 +1,14 @@
-"""What a model may ask of a device: some thirty operations, declared once; a back end implements them all.
+"""The operations a model needs from a device: some thirty, declared once and implemented by every back end.
 
-T packed tokens of B rows, H hidden size, Hq query and Hkv KV heads of D dims, G = Hq / Hkv, I intermediate size.
+Notation: T packed tokens of B rows; H hidden size; Hq query and Hkv KV heads of D dims; G = Hq / Hkv; I intermediate
+size.
 
-An adapter in use has a *slot*, the same in all layers. A token's slot says which matrices its line passes besides, so
-lines of many adapters and of none share a batch: those without are not touched.
+Each adapter in use has a *slot*, the same in all layers. A token's slot selects the low-rank matrices applied to its
+line in addition, so one batch can mix tokens of many adapters and of none; the latter are computed as without adapters.
 
-The rule every back end keeps: the bits of one row's result depend on that row alone, not on its neighbours in the
-batch, nor on how its tokens were cut into chunks. `reference` is the exception: it is the arithmetic written down,
-which the others are tested against.
+Every back end must be batch-invariant: the bits of a row's result depend on that row alone, not on its neighbours in
+the batch nor on how its tokens were cut into chunks. `reference` is the exception: it spells out the arithmetic that
+the others are tested against.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
 T = TypeVar("T")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
-CLAMPED = "clamped"  # of gates alone: see `Ops.gated_linear`
+CLAMPED = "clamped"  # for gated layers only: see `Ops.gated_linear`
 CLAMP, CLAMPED_GAIN = 7.0, 1.702
 Forward = Callable[["Ops", Batch, Any], tuple[Tensor, ...]]
-"""What a model computes of all tokens of a batch, by the given back end: (ops, batch, caches) -> results [T, ..]."""
+"""A model's forward pass over all tokens of a batch on a given back end: (ops, batch, caches) -> results [T, ..]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """How one layer attends. `window` counts the visible tokens, the current one included; None sees all. Where it is
-    not `causal` a token also sees what comes after it, as many tokens as before it. `sinks`: it is given some.
+    """How one layer attends. `window` is the number of visible tokens, including the current one; None means all. If
+    the layer is not `causal`, a token sees as many tokens after it as before it. `sinks`: it has attention sinks.
 
-    `chunked`: the window does not slide. Rows fall into chunks of so many tokens, and none sees beyond its own; back
-    ends need not know, because each chunk is given to them as a row (see `Batch.in_chunks`).
+    `chunked`: the window does not slide; a row is cut into chunks of `window` tokens, and no token sees beyond its own
+    chunk. Back ends need not know, because they receive each chunk as a row (see `Batch.in_chunks`).
     """
 
     num_heads: int
@@ -59,9 +60,9 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadNorm:
-    """RMS norm over each query and key head before rotation: weight [Hq + Hkv, D] float32, one line per head.
+    """RMS norm of each query and key head before rotation: weight [Hq + Hkv, D] float32, one line per head.
 
-    `whole`: over all query heads together, and over all key heads, with the same weights.
+    `whole`: one norm over all query heads together and one over all key heads, with the same weights.
     """
 
     weight: Tensor
@@ -80,7 +81,7 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of all positions, [max_positions, D / 2] float32, and the positions [T] of one step.
+    """Cosines and sines for all positions, [max_positions, D / 2] float32, and the positions [T] of one step.
 
     x * cos + roll(x, D / 2) * sin is the rotation of x (see `checkpoints.rope`).
     """
@@ -103,19 +104,19 @@ class Rotation:
 
 
 class LowRank(NamedTuple):
-    """What one adapter has for one linear layer [N, K], whose parts' ranks stand behind one another.
+    """One adapter's matrices for one linear layer [N, K]; the ranks of the layer's parts are concatenated.
 
-    `spans` are which of the ranks an output reads, [first, end): of the others `b` has zeros.
+    `spans` gives the ranks [first, end) that each output reads; `b` is zero for all others.
     """
 
-    a: Tensor  # [R, K], as are `b` and the layer itself in the run dtype
+    a: Tensor  # [R, K], in the run dtype like `b` and the layer itself
     b: Tensor  # [N, R]
     scales: Tensor  # [R] float32
     spans: Tensor  # [N, 2] int32
 
 
 class Expert(NamedTuple):
-    """Gate above up [2 I, H] and down [H, I], with biases [2 I] and [H] in the run dtype or without any."""
+    """Gate stacked on up [2 I, H], and down [H, I]; optional biases [2 I] and [H] in the run dtype."""
 
     gate_up: Weight
     down: Weight
@@ -124,7 +125,7 @@ class Expert(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What is to be added in a call: a layer's `slots`, as its back end keeps them, by the slots of the tokens."""
+    """The adapters to apply in a call: a layer's `slots`, as its back end keeps them, and the slots of the tokens."""
 
     slots: Any
     tokens: TokenSlots
@@ -132,14 +133,14 @@ class Added(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotRoom:
-    """How many adapters there is room for, and the highest rank that one may have for one matrix."""
+    """The number of adapters that fit, and the highest rank an adapter may have for one matrix."""
 
     count: int
     rank: int
 
 
 class Cache(Protocol):
-    """The part of a back end's KV cache that models know. It holds one group of layers, whose own order counts them."""
+    """The part of a back end's KV cache that models see. It holds one group of layers, numbered within the group."""
 
     @property
     def shape(self) -> KVShape: ...
@@ -155,9 +156,9 @@ class Cache(Protocol):
 
 
 class Ops(Protocol):
-    """One back end on one device. Packed weights, caches (see Cache) and plans are its own: callers hand them back.
+    """One back end on one device. Packed weights, caches (see Cache) and plans are opaque: callers only pass them back.
 
-    lookback: Before a window so many keys at most are read beside those in it, and masked: they must be numbers.
+    lookback: The most keys read, and masked, before the start of a window; they must be finite.
     """
 
     lookback: int
@@ -165,59 +166,59 @@ class Ops(Protocol):
     name: str
     device: torch.device
     capturable: bool
-    """Whether a device can record a decode step of these operations and replay it with other contents of the batch's
-    tensors: every operation then asks only for work on the device, reads lengths from `Batch.lengths`, takes
-    `context_lens` for bounds, and a plan, once made, serves all steps of its number of rows."""
+    """Whether a device can record a decode step and replay it with new contents in the batch's tensors. Every operation
+    must then run on the device only, read lengths from `Batch.lengths` and treat `context_lens` as upper bounds; one
+    plan serves all steps with the same number of rows."""
     batch_invariant: bool
-    """Whether it keeps the rule at the head of this module; `reference` does not, nor do products by cuBLASLt."""
+    """Whether it is batch-invariant (see the module docstring); `reference` is not, nor are products by cuBLASLt."""
     own_threads: bool
-    """Whether it computes in threads of its own, in whose way those of torch would be."""
+    """Whether it computes in threads of its own, which torch's threads would disturb."""
     integer_linear: bool
-    """Whether linear layers compute in whole numbers where a weight is quantised; else they widen it."""
+    """Whether linear layers with quantised weights use integer arithmetic; otherwise they widen the weights."""
     keeps_latents_once: bool
-    """Whether its caches may have one plane, where a value is its key: see `KVShape.planes`."""
+    """Whether its caches may have a single plane, where the key is also the value: see `KVShape.planes`."""
 
     @property
     def numerics(self) -> str:
-        """What of this back end decides how results are rounded, besides its name: tile sizes, instruction set."""
+        """Everything besides the name that determines how results are rounded: tile sizes, instruction set."""
 
     def record(
         self, forward: Forward, kv: Sequence[Any], max_tokens: int
     ) -> Callable[[Batch], tuple[Tensor, ...]] | None:
-        """`forward` over the caches `kv` as one call for batches of up to `max_tokens`, with the same bits.
+        """Record `forward` over the caches `kv` as a single call for batches of up to `max_tokens`, with the same bits.
 
-        The results are valid until the next call. None: this back end records nothing.
+        The results are valid until the next call. None: this back end does not record.
         """
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> Any:
         """weight [N, K] and bias [N] in the run dtype -> a packed form; the arguments may be freed afterwards.
 
-        K is summed in `segments`, of whole groups each if the weight is quantised, and the bias added to their sum (see
-        `segments`); a back end that is not `batch_invariant` may do otherwise.
+        K is summed in `segments`, each of whole groups if the weight is quantised; the bias is added to their sum (see
+        `segments`). A back end that is not `batch_invariant` may deviate from this.
 
-        A back end without kernels for a quantised weight computes with its values, and with inputs as they are.
+        A back end without kernels for a quantised weight dequantises it and does not round the inputs.
         """
 
     def pack_gated(self, weight: Weight, bias: Tensor | None = None) -> Any:
-        """weight [2 I, K] and bias [2 I], gate above up -> a packed form for `gated_linear`."""
+        """weight [2 I, K] and bias [2 I], gate stacked on up -> a packed form for `gated_linear`."""
 
     def new_slots(self, packed: Any, count: int, rank: int, *, gated: bool = False) -> Any:
-        """Room for what `count` adapters add to a packed layer, of up to `rank` for all its parts together.
+        """Allocate slots for `count` adapters of a packed layer, each of rank up to `rank` over all its parts together.
 
-        `gated`: it was packed by `pack_gated`.
+        `gated`: the layer was packed by `pack_gated`.
         """
 
     def fill_slot(self, slots: Any, slot: int, factors: LowRank | None) -> None:
-        """An adapter takes this slot, or, with None, adds nothing to this layer; after what was launched, in the order
-        of its stream."""
+        """Put an adapter into this slot; None: it adds nothing to this layer. Takes effect in stream order, after the
+        work already launched."""
 
     def slot_bytes(self, inputs: int, outputs: Sequence[int], ranks: Sequence[int]) -> int:
-        """What an adapter takes whose parts of a layer have these outputs and ranks."""
+        """Bytes that an adapter takes for a layer whose parts have these outputs and ranks."""
 
     def linear(self, x: Tensor, packed: Any, added: Added | None = None) -> Tensor:
-        """x [T, K] -> [T, N] in the dtype of x, with what is `added` in float32 before it is rounded, or rounded again;
-        so in all operations that take it. Lines of tokens without an adapter have the bits they have without `added`.
-        """
+        """x [T, K] -> [T, N] in the dtype of x. As in every operation that takes `added`, the adapters' part is added
+        in float32, before the result is rounded or with a second rounding. Tokens without an adapter keep the bits they
+        have without `added`."""
 
     def gated_linear(self, x: Tensor, packed: Any, activation: str, added: Added | None = None) -> Tensor:
         """x [T, K] -> act(gate) * up [T, I]; activation is "silu", "gelu_tanh", "gelu" or "clamped".
@@ -229,37 +230,37 @@ class Ops(Protocol):
     def activated_linear(self, x: Tensor, packed: Any, activation: str, added: Added | None = None) -> Tensor:
         """x [T, K] -> act(x W^T) [T, N], `packed` by `pack_linear`; activation is one of ACTIVATIONS.
 
-        What is activated is rounded to the dtype of x, where a separate operation would round it.
+        The activation's input is rounded to the dtype of x, as a separate operation would round it.
         """
 
     def pack_experts(self, experts: Iterable[Expert], count: int, favour: Tensor | None = None) -> Any:
-        """`count` experts -> a packed form of them all; `favour` [E] float32: see `routing`."""
+        """`count` experts -> one packed form; `favour` [E] float32: see `routing`."""
 
     def moe(
         self, x: Tensor, logits: Tensor, packed: Any, routing: Routing, activation: str, beside: Beside | None = None
     ) -> Tensor:
-        """x [T, H] through the experts that logits [T, E] float32 choose, as `routing` says -> [T, H].
+        """x [T, H] through the experts that `routing` chooses by logits [T, E] float32 -> [T, H].
 
-        Each product is rounded to the dtype of x, as those of linear layers are.
+        Each product is rounded to the dtype of x, as in linear layers.
         """
 
     def pack_heads(self, weight: Tensor) -> Any:
-        """weight [Hq, N, K], one matrix for each head, in the run dtype -> a packed form for `head_linear`."""
+        """weight [Hq, N, K], one matrix per head, in the run dtype -> a packed form for `head_linear`."""
 
     def head_linear(self, x: Tensor, packed: Any) -> Tensor:
         """x [T, Hq * K], each head through its own matrix -> [T, Hq * N] in the dtype of x."""
 
     def logits(self, hidden: Tensor, packed: Any, softcap: float | None = None, added: Added | None = None) -> Tensor:
-        """hidden [R, H] -> [R, V] float32, or softcap * tanh(logit / softcap) of it.
+        """hidden [R, H] -> logits [R, V] float32, or softcap * tanh(logit / softcap).
 
-        Without a cap they may be in the run dtype, where the hardware accumulates into it.
+        Without a cap they may be in the run dtype if that is what the hardware produces.
         """
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         """token_ids [T] int64, table [V, H] -> [T, H] in the table's dtype, times `scale` if given."""
 
     def add_positions(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-        """x [T, H], which may be overwritten, plus the lines `positions` [T] int64 of table [P, H]."""
+        """x [T, H], which may be overwritten, plus the rows `positions` [T] int64 of table [P, H]."""
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """x + y [T, H], rounded once; y may be overwritten."""
@@ -281,9 +282,9 @@ class Ops(Protocol):
     def rope_write(
         self, qkv: Tensor, rotation: Rotation | None, norm: HeadNorm | None, kv: Any, layer: int, kv_indices: Tensor
     ) -> Tensor:
-        """Norm and rotate (if at all) the query and key heads of qkv [T, (Hq + 2 Hkv) D], put K and V into the cache.
+        """Norm and rotate (if given) the query and key heads of qkv [T, (Hq + 2 Hkv) D]; write K and V to the cache.
 
-        For a cache of one plane `qkv` has no V. Returns the query heads [T, Hq, D]. `qkv` may be overwritten.
+        `qkv` has no V if the cache has one plane. Returns the query heads [T, Hq, D]. `qkv` may be overwritten.
         """
 
     def latent_write(  # noqa: PLR0913 - the operands of one kernel
@@ -296,17 +297,17 @@ class Ops(Protocol):
         layer: int,
         kv_indices: Tensor,
     ) -> Tensor:
-        """Like `rope_write`, with queries [T, Hq * D], and with one key for all, in two parts, which is its own value.
+        """Like `rope_write`, for queries [T, Hq * D] and a single key in two parts, which also serves as the value.
 
-        The key is half of `turning` [T, R], half of `latent` [T, D - R], and the other halves: so dimensions that turn
-        are half a head apart. The value is what the key is before it is turned, or in a cache of one plane the key.
-        """
+        The key is half of `turning` [T, R], half of `latent` [T, D - R], then the other halves in the same order, so
+        that rotated pairs of dims are half a head apart. The value is the unrotated key, or the key itself if the cache
+        has one plane."""
 
     def write_kv(self, key: Tensor, value: Tensor, kv: Any, layer: int, kv_indices: Tensor) -> None:
-        """key and value [T, Hkv, D] into the cache, rounded if it is quantised; into one of one plane the key alone."""
+        """Write key and value [T, Hkv, D] to the cache, quantised if it is; only the key if it has one plane."""
 
     def plan(self, batch: Batch, kv: Any) -> Any:
-        """What all layers of a group have in common: work lists and masks. Made once per step, before any `attend`."""
+        """What all layers of a group share: work lists and masks. Made once per step, before any `attend`."""
 
     def attend(  # noqa: PLR0913 - the operands of one kernel
         self,
@@ -320,56 +321,54 @@ class Ops(Protocol):
     ) -> Tensor:
         """query [T, Hq, D] against the cache, which already holds this step's K and V -> [T, Hq * D].
 
-        Token at position p sees positions max(0, p - window + 1) .. p of its row, and if it is not causal those up to
-        p + window - 1. Scores are (q . k) * scale, then softcap * tanh(score / softcap), plus `bias` [Hq, 2 P - 1]
-        float32 by how far the key is from the query (entry P - 1: not at all) for rows of up to P tokens, then a
-        softmax in float32 to whose sum exp(sinks[h]) is added per head. A bias needs as many KV heads as query heads.
+        The token at position p sees positions max(0, p - window + 1) .. p of its row, and up to p + window - 1 if the
+        layer is not causal. Scores are (q . k) * scale, then softcap * tanh(score / softcap), plus `bias` [Hq, 2 P - 1]
+        float32, indexed by key position - query position + P - 1, for rows of up to P tokens; then a softmax in
+        float32, with exp(sinks[h]) added to each head's sum. A bias needs as many KV heads as query heads.
         """
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> Any:
-        """A cache of zeros; its layout belongs to the back end."""
+        """A zeroed cache, in a layout private to the back end."""
 
     def copy_blocks(self, kv: Any, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, destination) in all layers; every source is read before any destination is written.
-
-        Destinations differ.
-        """
+        """Copy blocks (source, destination), destinations distinct, in all layers; every source is read before any
+        destination is written."""
 
     def export_blocks(self, kv: Any, block_ids: Sequence[int]) -> Blocks:
-        """Copies of blocks in the layout that all back ends understand."""
+        """Copies of blocks, in the layout common to all back ends."""
 
     def import_blocks(self, kv: Any, block_ids: Sequence[int], blocks: Blocks) -> None:
-        """Write what `export_blocks` gave, of this or another back end's cache of the same shape, to these blocks.
+        """Write blocks exported from a cache of the same shape, of this or another back end, to these block ids.
 
-        Raises ValueError when it does not fit.
+        Raises ValueError if they do not fit.
         """
 
     def sample(self, logits: Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
-        """logits [R, V] float32, which may be overwritten, and the R rows they are of -> the next token of each.
+        """logits [R, V] float32, which may be overwritten, and the R rows they belong to -> the next token of each.
 
-        What a token is chosen by is said in `sampler`. A back end may round weights in its own way, so that tokens
-        differ from another's where a draw falls on a border; that is part of `numerics`.
+        `sampler` defines how tokens are chosen. A back end may round weights in its own way, so that its tokens can
+        differ from another's if a draw falls on a boundary; that is part of `numerics`.
         """
 
     def report(self, logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
-        """Log-probabilities of `tokens[i]` and of the `num_top` likeliest, by row i of logits [R, V] float32.
+        """Log-probabilities of `tokens[i]` and of the `num_top` most likely tokens, for row i of logits [R, V] float32.
 
         Stops before the first row whose logits are not finite.
         """
 
     def device_sampler(self, max_rows: int, vocab_size: int, upload: Upload) -> DeviceSampler:
-        """What chooses tokens without the host for up to `max_rows` rows at once; all its memory is taken here."""
+        """A sampler that runs on the device for up to `max_rows` rows at once; allocates all its memory here."""
 
 
 class BackendError(ValueError):
-    """A back end that cannot serve here, for whatever reason; the message says which and why."""
+    """A back end cannot serve here, for whatever reason; the message says which one and why."""
 
 
 def guarded(name: str, run: Callable[[], T], but: tuple[type[Exception], ...] = ()) -> T:
-    """What `run` returns.
+    """Return what `run` returns.
 
     Raises:
-        BackendError: whatever it raised, by the name of the back end it is about; errors of `but` stay what they are.
+        BackendError: `run` failed; the message names the back end. Exceptions of types `but` pass through unchanged.
     """
     try:
         return run()
@@ -382,19 +381,19 @@ def guarded(name: str, run: Callable[[], T], but: tuple[type[Exception], ...] = 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a model asks of a back end. For a model that is not ours to know, sizes are 0 and `attention` is empty."""
+    """What a model requires of a back end. For a model we know nothing about, sizes are 0 and `attention` is empty."""
 
     dtype: torch.dtype
     hidden_size: int = 0
     head_dims: tuple[int, ...] = ()  # of the layers
-    latents: tuple[int, ...] = ()  # sizes of what is normed besides
+    latents: tuple[int, ...] = ()  # other sizes that are normed
     inputs: tuple[int, ...] = ()  # K of every kind of linear layer
     attention: tuple[AttentionShape, ...] = ()  # of each layer
-    latent_attention: tuple[AttentionShape, ...] = ()  # those of layers with latents, see `Ops.latent_write`
+    latent_attention: tuple[AttentionShape, ...] = ()  # of the layers with latents, see `Ops.latent_write`
     quantized_cache: bool = False  # keys and values in int8
     adapters: bool = False
-    experts: bool = False  # whether a layer has some
+    experts: bool = False  # whether any layer has experts
     vocab_size: int = 0
-    block_size: int = 0  # of the cache; 0: not decided
+    block_size: int = 0  # of the cache; 0: not yet decided
     num_threads: int = 0  # 0: as many as this process may use
     instruction_set: str = ""  # "" is the best this machine has

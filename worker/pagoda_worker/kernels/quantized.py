@@ -1,20 +1,20 @@
-"""Weights as small whole numbers: what every format, ours or a checkpoint's, comes down to.
+"""Quantised weights: the integer representation that every format, ours or a checkpoint's, is converted to.
 
     w[n, k] = (levels[n, k] - zeros[n, g]) * scales[n, g]        g = k // group
 
-The scales of 4 bits are float16 numbers: a back end may keep them as such, and rounds what is not. Levels of 4 bits may
-also be `floats`: then each stands for a number of E2M1, whose scales are powers of two and which has no zeros.
+The scales of 4-bit weights are float16 values; a back end may store them as float16, rounding any that are not. 4-bit
+levels may also be `floats`: each then stands for an E2M1 number; scales are powers of two and there are no zeros.
 
-With `activation_bits` 8 the layer's input is rounded too, each token's by itself and as it arrives:
+With `activation_bits` 8 the layer's input is quantised too, on the fly and separately for each token:
 
     a[t, k] = round(x[t, k] * (127 / m[t, g]))        s[t, g] = m[t, g] * (1 / 127)        m[t, g] = max |x[t, group g]|
 
-in float32, one rounding per operation, halves to even, so that every back end has the same whole numbers; a is 0 where
+in float32, with one rounding per operation, ties to even, so that every back end gets the same integers; a is 0 where
 m is below FAINT. The layer is then
 
     y[t, n] = sum over g of s[t, g] * scales[n, g] * sum over k of (levels[n, k] - zeros[n, g]) * a[t, k]
 
-whose inner sum is exact.
+with an exact inner sum.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import torch
 
 MAX_ACTIVATION = 127
 FAINT = 2.0**-100
-FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1, by its bits
+FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1 by bit pattern
 FAINTEST_SCALE = torch.finfo(torch.float16).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a matrix is stored. `group`: inputs that share a scale; 0 is all of them, in segments all of one."""
+    """How a matrix is stored. `group`: the number of inputs that share a scale; 0: all, or all of a segment."""
 
     bits: int
     group: int
@@ -72,7 +72,7 @@ Weight = torch.Tensor | QuantizedWeight
 
 
 def by_rows(weight: Weight, move: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
-    """The weight whose rows are where `move` puts those of a tensor [N, ..]."""
+    """The weight with its rows rearranged by `move`, which is applied to tensors [N, ..]."""
     if isinstance(weight, torch.Tensor):
         return move(weight)
     zeros = None if weight.zeros is None else move(weight.zeros)
@@ -80,12 +80,12 @@ def by_rows(weight: Weight, move: Callable[[torch.Tensor], torch.Tensor]) -> Wei
 
 
 def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
-    """weight [N, K] -> its nearest levels, the middle one being zero. K must be a multiple of the group.
+    """weight [N, K] -> the nearest levels, where the middle level is zero. K must be a multiple of the group.
 
-    With 8 bits, a scale maps the largest magnitude of its group to the last level above the middle. With 4 bits that
-    would waste one level of sixteen: there the extreme, whatever its sign, becomes level 0, the one farthest from the
-    middle, and scales may be negative. A weight almost as large with the other sign is off by up to one level; the mean
-    square error of Gaussian weights is less by a fifth all the same.
+    With 8 bits, the scale maps the largest magnitude of its group to the highest level. With 4 bits that would waste
+    one level of sixteen, so the value of largest magnitude, whatever its sign, becomes level 0, the one farthest from
+    the middle, and scales may be negative. A weight of nearly that magnitude and opposite sign is then off by up to one
+    level, but the mean square error of Gaussian weights is still a fifth lower.
     """
     group = form.group or weight.shape[1]
     middle = 1 << form.bits - 1
@@ -104,10 +104,10 @@ def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
 
 
 def _extremes(grouped: torch.Tensor) -> torch.Tensor:
-    """Of each group [.., G] the value of the largest magnitude, the first of several."""
+    """The value of largest magnitude in each group [.., G]; the first in case of a tie."""
     most, least = grouped.amax(-1), grouped.amin(-1)
     extremes = torch.where(most > -least, most, least)
-    tied = most == -least  # few: only these are asked for an order, which takes several times as long
+    tied = most == -least  # few: only these need the argmax, which takes several times as long
     groups = grouped[tied]
     extremes[tied] = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
     return extremes
@@ -125,17 +125,17 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def powers(exponents: torch.Tensor) -> torch.Tensor:
-    """uint8 -> 2**(exponent - 127) float32; 0 is nothing, and 255 infinity."""
+    """uint8 -> 2**(exponent - 127) float32; 0 gives 0, and 255 infinity."""
     return (exponents.int() << 23).view(torch.float32)
 
 
 def exponents(powers: torch.Tensor) -> torch.Tensor:
-    """What `powers` made those of, as uint8."""
+    """The inverse of `powers`, as uint8."""
     return (powers.contiguous().view(torch.int32) >> 23).to(torch.uint8)
 
 
 def round_activations(x: torch.Tensor, group: int) -> torch.Tensor:
-    """x [T, K] as the layer sees it with `activation_bits` 8: scale * whole number, float32."""
+    """x [T, K] as a layer with `activation_bits` 8 sees it: scale * integer, float32."""
     grouped = x.float().reshape(len(x), -1, group)
     most = grouped.abs().amax(-1, keepdim=True)
     # Not `127 / most`, which torch computes as 127 * (1 / most).
