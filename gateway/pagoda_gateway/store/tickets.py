@@ -1,10 +1,10 @@
-"""Tickets that are kept: what a client asked that may ask again, and what was answered.
+"""Stored tickets: requests that a client may repeat, and their answers.
 
-A ticket is a small record under a name that follows from its owner and its client's key for it, so of two gateways that
-are asked the same at once one writes it first, and the other one finds it. The job lies beside it and is written before
-it; the answer is a log of its run, which the ticket names once it is whole. All of it vanishes together, and nothing
-prolongs it. That it is not there says nothing to who runs it, as a store may lose what it had; one that is forgotten
-leaves word.
+A ticket is a small record whose name is derived from its owner and the client's key, so if two gateways get the same
+request at once, one writes the ticket first and the other finds it. The job lies beside it and is written before it;
+the answer is a log written by its run, which the ticket names once it is complete. All of it expires together, and
+nothing prolongs it. A missing ticket means nothing to the gateway that runs it, because a store may lose its data; a
+forgotten ticket leaves a tombstone.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ JOBS = "ticket_jobs"
 HANDED = "ticket_tapes"
 FORGOTTEN = "forgotten_tickets"
 NAME_PREFIX = "stream_"
-OTHERS = 64  # that may be forgotten, too, are looked for, as another gateway may forget the first ones at the same time
+OTHERS = 64  # spare candidates for forgetting, as another gateway may forget the first ones at the same time
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`digest` is that of the request; `num_bytes` what job and answer take; `runner` the gateway that began to run it
-    last, which ended at `ended_at` (Unix seconds; 0: it runs, or nobody knows). `answered`: its answer is there, in
-    the log of this name (of none where a version before this kept it). One in the `background` is run elsewhere, for
-    all that is known here since it began; its job is kept with its response.
+    """`digest` is that of the request; `num_bytes` the size of job and answer; `runner` the gateway that last began to
+    run it; that run ended at `ended_at` (Unix seconds; 0: it still runs, or nobody knows). `answered`: its answer is
+    stored, in a log whose name ends with `answer` (without it, if an earlier version wrote it). A `background` ticket
+    is run by another part of the gateway, and only its beginning is known here; its job is kept with its response.
     """
 
     digest: str
@@ -67,8 +67,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return Held(1, self.num_bytes)
 
     def rests_s(self, now: float) -> float:
-        """For how long it is still likely to be asked for: endless while it runs; a clock that was wrong counts for
-        nothing."""
+        """For how long a client is still likely to ask for it: infinite while it runs; 0 if `ended_at` is so late that
+        a clock must have been wrong."""
         if not self.ended_at:
             return math.inf
         rest_s = times.BACKGROUND_TICKET_RESTS_S if self.background else times.TICKET_RESTS_S
@@ -77,7 +77,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Ticketed(msgspec.Struct, frozen=True):
-    """Of a job, what leads from it to its ticket; all that is kept here of one in the background."""
+    """The part of a job that leads to its ticket; for a background response, all that is kept here."""
 
     ticket: str = ""
 
@@ -100,7 +100,7 @@ def ticket_name(owner: str, key: str) -> str:
 
 
 def check_job(job: bytes) -> None:
-    """Raises PagodaError where it is too large to be kept."""
+    """Raises PagodaError if it is too large to be stored."""
     if len(job) > MAX_VALUE_BYTES:
         message = f"a request with an Idempotency-Key may take {MAX_VALUE_BYTES} bytes, prompt and tools included"
         raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, f"{message}; this one takes {len(job)}")
@@ -111,7 +111,7 @@ def not_found(name: str) -> PagodaError:
 
 
 class KeptTickets:
-    """Of one store, whose errors it raises."""
+    """Tickets in one store, whose errors it raises."""
 
     what = "requests with an Idempotency-Key"
 
@@ -127,7 +127,7 @@ class KeptTickets:
         return Found(record, decoded(name, record.value, Ticket))
 
     async def of_job(self, job_id: str, owner: str) -> Found | None:
-        """None also where it cannot be read."""
+        """None also if it cannot be read."""
         found = None
         with suppress(Unreadable):
             record = await self._store.get(JOBS, job_id)
@@ -136,7 +136,7 @@ class KeptTickets:
         return found if found is not None and found.ticket.job_id == job_id else None
 
     async def begin(self, name: str, owner: str, ticket: Ticket, job: bytes) -> Found:
-        """`job` is b"" for one in the background. Raises Conflict where there is one of this name."""
+        """`job` is b"" for a background response. Raises Conflict if there is a ticket of this name."""
         expires_at, job = time.time() + self._keep_s, job or msgspec.json.encode(_Ticketed(name))
         await self._store.put(JOBS, ticket.job_id, job, owner=owner, expires_at=expires_at)
         value = msgspec.json.encode(ticket)
@@ -144,13 +144,13 @@ class KeptTickets:
             version = await self._store.put(TICKETS, name, value, owner=owner, expect=ABSENT, expires_at=expires_at)
         except Conflict:
             there = await self.find(name, owner)
-            if there is None or there.ticket.job_id != ticket.job_id:  # else that is what its job is kept for
+            if there is None or there.ticket.job_id != ticket.job_id:  # otherwise that ticket needs the job
                 await self._store.delete(JOBS, ticket.job_id)
             raise
         return Found(Record(name, owner, value, version, version, expires_at), ticket)
 
     async def change(self, found: Found, **fields: object) -> Found:
-        """Raises Conflict where it is not that one any more."""
+        """Raises Conflict if the ticket has changed."""
         record, ticket = found.record, msgspec.structs.replace(found.ticket, **fields)
         value = msgspec.json.encode(ticket)
         version = await self._store.put(
@@ -159,27 +159,27 @@ class KeptTickets:
         return Found(record._replace(value=value, version=version), ticket)
 
     async def job(self, found: Found) -> bytes:
-        """Raises PagodaError NOT_FOUND where it has expired, a little before its ticket."""
+        """Raises PagodaError NOT_FOUND if it has expired, which happens a little before its ticket does."""
         record = await self._store.get(JOBS, found.ticket.job_id)
         if record is None:
             raise not_found(found.name)
         return record.value
 
     async def hand_over(self, found: Found, so_far: bytes, for_s: float) -> None:
-        """What there is of its answer, for the gateway that goes on with it; one that is too large is not kept."""
+        """Store the answer so far, for the gateway that continues it, unless it is too large."""
         if len(so_far) <= MAX_VALUE_BYTES:
             expires_at = min(found.record.expires_at or math.inf, time.time() + for_s)
             await self._store.put(HANDED, found.ticket.job_id, so_far, owner=found.owner, expires_at=expires_at)
 
     async def handed_over(self, found: Found) -> bytes:
-        """b"" where there is nothing."""
+        """b"" if nothing was handed over."""
         record = await self._store.get(HANDED, found.ticket.job_id)
         return b"" if record is None else record.value
 
     async def keep_answer(self, found: Found, answer: bytes) -> bool:
-        """False for one that is too large. Raises Conflict where another gateway has kept it, or is at it.
+        """False if it is too large. Raises Conflict if another gateway has stored it, or is running it.
 
-        The log's name is new, so nobody else has it: an answer that comes late replaces nobody's.
+        The log's name is new, so an answer that comes late overwrites no other.
         """
         if len(answer) > MAX_APPEND_BYTES:
             return False
@@ -198,7 +198,7 @@ class KeptTickets:
         return True
 
     async def answer(self, found: Found) -> bytes:
-        """b"" where it has expired, a little before its ticket."""
+        """b"" if it has expired, which happens a little before its ticket does."""
         parts: list[bytes] = []
         while more := await self._store.read(_answer_log(found.ticket), len(parts)):
             parts += more
@@ -208,18 +208,18 @@ class KeptTickets:
         return self._keep_s - ((found.record.expires_at or math.inf) - time.time())
 
     async def let_go(self, found: Found) -> Held:
-        """Delete one of which there is nothing else; what it took. Raises Conflict where it is not that one now."""
+        """Delete a ticket that has nothing but its job; returns the room it took. Raises Conflict if it has changed."""
         gone = await self._delete_as_it_was(found)
         await self._store.delete(JOBS, found.ticket.job_id)
         return gone
 
     async def _delete_as_it_was(self, found: Found) -> Held:
-        """What it took. Raises Conflict."""
+        """Returns the room it took. Raises Conflict if it has changed."""
         was_there = await self._store.delete(TICKETS, found.name, expect=found.record.version)
         return found.ticket.held if was_there else NOTHING
 
     async def forget(self, found: Found) -> Held:
-        """Delete it, and let whoever runs it know; what it took, as with `delete`."""
+        """Delete it, leaving a tombstone for the gateway that runs it; returns the room it took, as `delete` does."""
         expires_at = time.time() + 2 * times.TICKET_GRACE_S
         await self._store.put(FORGOTTEN, found.ticket.job_id, b"", owner=found.owner, expires_at=expires_at)
         return await self.delete(found)
@@ -228,12 +228,12 @@ class KeptTickets:
         return await self._store.get(FORGOTTEN, job_id) is not None
 
     async def ended(self, found: Found) -> None:
-        """Nobody runs it now. Raises Conflict where it is not that one any more."""
+        """Record that no gateway runs it now. Raises Conflict if it has changed."""
         await self.change(found, ended_at=time.time())
 
     async def delete(self, found: Found) -> Held:
-        """As it is now, with what was kept of it since it was found; what it took, nothing where somebody else deleted
-        it."""
+        """Delete it in its current version, including what was stored since it was found; returns the room it took, or
+        NOTHING if another gateway deleted it."""
         gone = NOTHING
         last: Found | None = found
         while last is not None and last.ticket.job_id == found.ticket.job_id:
@@ -284,15 +284,15 @@ class KeptTickets:
         return NOTHING, times.TICKET_RESTS_S
 
     async def _is_nobodys(self, found: Found) -> bool:
-        """Whether it has ended without a word: its gateway was killed, or never came to run it."""
+        """Whether it has no runner and no recorded end: its gateway was killed, or never started to run it."""
         if self.age_s(found) < times.TICKET_LEASE_S or not await self.claim(found.name, "nobody", 1.0):
             return False
         await self.release(found.name, "nobody")
         return True
 
     async def _let_go_of(self, several: list[Found], enough: Held) -> Held:
-        """As many of those that are as they were found as make it enough. What else there is of them goes when nobody
-        waits for it any more."""
+        """Delete tickets that have not changed since they were found, until `enough` room is freed. Their jobs and
+        answers are deleted later, while no client waits."""
         gone, room = list[Found](), NOTHING
         try:
             for found in several:
@@ -310,14 +310,14 @@ class KeptTickets:
 
     async def _drop_rest_of(self, several: list[Found]) -> None:
         for found in several:
-            with suppress(PagodaError):  # it expires
+            with suppress(PagodaError):  # then it expires
                 await self._drop_rest(found)
 
     async def aclose(self) -> None:
         await asyncio.gather(*self._dropping)
 
     async def _oldest_first(self, owner: str) -> AsyncIterator[tuple[Record, Ticket | None]]:
-        """None for one that cannot be read."""
+        """The ticket is None if it cannot be read."""
         after = None
         while True:
             page = await self._store.page(TICKETS, owner, limit=MAX_PAGE_RECORDS, after=after, newest_first=False)

@@ -1,7 +1,8 @@
-"""Transcripts of the last requests of each key: kept behind the answers, which never wait for them.
+"""Transcripts of each key's latest requests: stored after the answers, which never wait for them.
 
-They are opt-in, as they hold what was asked and answered. One is a small record, and its bytes a log beside it; of an
-owner who has too many the oldest go. What comes faster than the store takes it is not kept, and the log says so.
+They are opt-in, because they hold prompts and answers. A transcript is a small record, with its bytes in a log beside
+it; if an owner has too many, the oldest are deleted. Transcripts that arrive faster than the store accepts them are
+dropped, and the log says so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pagoda_proto.errors import PagodaError
 
 TRANSCRIPTS = "transcripts"
 MAX_WAITING_BYTES = 8 * MAX_APPEND_BYTES
-MAX_OWNERS = 4096  # whose number is remembered
+MAX_OWNERS = 4096  # for whom the number of transcripts is remembered
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +32,16 @@ class Waiting(NamedTuple):
 
 
 class Transcripts:
-    """`most` of each owner, 0 for none at all; several gateways may each go over by a tenth. `start` and `aclose`
-    belong to the process."""
+    """Keeps at most `most` per owner, or none if 0; several gateways may each exceed that by a tenth. The process calls
+    `start` and `aclose`."""
 
     def __init__(self, store: Store, most: int) -> None:
         self._store = store
         self._most = most
-        self._spare = 1 + most // 10  # so many may come until it is counted again
+        self._spare = 1 + most // 10  # this many may be added before they are counted again
         self._waiting: dict[str, Waiting] = {}
         self._num_bytes = 0
-        self._added: dict[str, int] = {}  # by owner, since they were counted
+        self._added: dict[str, int] = {}  # per owner, since the last count
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -49,7 +50,7 @@ class Transcripts:
         return self._most > 0
 
     def keep(self, owner: str, request_id: str, data: bytes) -> None:
-        """Nothing here can fail or wait."""
+        """Queue a transcript for writing. Never fails or waits."""
         if len(data) > MAX_APPEND_BYTES or self._num_bytes + len(data) > MAX_WAITING_BYTES:
             why = "it is too large" if len(data) > MAX_APPEND_BYTES else "the store is too slow for them"
             logger.warning("the transcript of %s is not kept: %s", request_id, why)
@@ -60,7 +61,7 @@ class Transcripts:
         self._news.set()
 
     async def find(self, owner: str, request_id: str) -> bytes | None:
-        """Raises PagodaError where the store cannot be asked."""
+        """Raises PagodaError if the store cannot be reached."""
         name = _name(owner, request_id)
         if (waiting := self._waiting.get(name)) is not None:
             return waiting.data
@@ -76,7 +77,7 @@ class Transcripts:
         self._task = asyncio.create_task(self._run(), name="transcripts")
 
     async def aclose(self) -> None:
-        """Write what is left, if the store takes it."""
+        """Write what is left, if the store accepts it."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -101,19 +102,19 @@ class Transcripts:
                 self._news.set()
 
     async def flush(self) -> None:
-        """Write what waits. Raises PagodaError; what is not written yet stays."""
+        """Write everything queued. Raises PagodaError; what is not written yet stays queued."""
         while self._waiting:
             name, waiting = next(iter(self._waiting.items()))
             await self._make_room(waiting.owner)
             await self._write(name, waiting)
-            if self._waiting.get(name) is waiting:  # and not one that has come meanwhile under the same name
+            if self._waiting.get(name) is waiting:  # not replaced meanwhile by another of the same name
                 del self._waiting[name]
                 self._num_bytes -= len(waiting.data)
 
     async def _write(self, name: str, waiting: Waiting) -> None:
         expires_at, log = time.time() + times.KEPT_S, _log(name)
         await self._store.drop(log)
-        with suppress(Conflict):  # another gateway has one of this name in hand
+        with suppress(Conflict):  # another gateway is writing one of the same name
             await self._store.append(log, parts_of(waiting.data), index=0, expires_at=expires_at)
         await self._store.put(TRANSCRIPTS, name, b"", owner=waiting.owner, expires_at=expires_at)
         self._added[waiting.owner] = self._added.get(waiting.owner, 0) + 1
@@ -145,7 +146,7 @@ class Transcripts:
 
 
 def _name(owner: str, request_id: str) -> str:
-    """Clients may name requests, so of two tenants those of one name are told apart."""
+    """Includes the owner, because clients may name requests and two tenants may choose the same name."""
     return hashlib.sha256(f"{len(owner)} {owner}{request_id}".encode()).hexdigest()
 
 
