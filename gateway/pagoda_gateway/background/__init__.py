@@ -1,1 +1,1 @@
-"""Responses that run though nobody waits: begun by one gateway, gone on with by any."""
+"""Responses that run without a waiting client: begun by one gateway, continued by any."""

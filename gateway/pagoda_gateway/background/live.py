@@ -1,6 +1,6 @@
-"""The events of a response that runs here, for those who follow it: they are shown when they are in the store.
+"""The events of a response that runs here, for the clients that follow it: they see an event once the store has it.
 
-What a client was shown it may come back for by number, to another gateway, which knows only what is in the store.
+A client may come back for the events after a number it has seen, to another gateway, which knows only the store's.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-MOST_EVENTS = 1024  # kept here; who follows more slowly reads the store
+MOST_EVENTS = 1024  # kept in memory; slower followers read the store
 
 
 class LiveEvents:
-    """The last of those that are in the store, from number `begin` on."""
+    """The latest events in the store, from number `begin` on."""
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
         self.events: list[bytes] = []
-        self.over = False  # it runs here no more
-        self.ended = False  # .. for there are no more
+        self.over = False  # the response no longer runs here ..
+        self.ended = False  # .. because it has ended
         self._changed = asyncio.Event()
 
     @property
@@ -37,7 +37,7 @@ class LiveEvents:
         self._tell()
 
     async def read(self, start: int) -> AsyncIterator[bytes]:
-        """From number `start` on as they come, to the last, or to one that is in the store only."""
+        """Yield events from number `start` on as they come, until the last, or until the next is only in the store."""
         while start >= self.begin:
             changed = self._changed
             if start < self.end:

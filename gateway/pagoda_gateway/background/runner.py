@@ -1,8 +1,8 @@
-"""A response in the background is in the store from its beginning; whichever gateway has the claim runs it.
+"""A background response is in the store from its beginning; the gateway that holds its claim runs it.
 
-Its tokens follow from its record, so a gateway that goes on with it generates it again, and tells only what is not in
-the store yet. Nothing rests on the claim but work done twice: events are appended at the index that the writer knows,
-and the end is written to the version that it read, so of two gateways that both run it one is told so, and stops.
+Its tokens follow from its record, so a gateway that continues it generates it again, and writes only the events that
+the store does not have yet. The claim only avoids duplicate work: events are appended at the index that the writer
+knows, and the end is written to the version that it has read, so if two gateways run it, one gets a conflict and stops.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundResponses:
-    """`start` it, and `aclose` it before the engine client: what runs then is left to the next gateway."""
+    """`start` it, and `aclose` it before the engine client: responses still running are left to the next gateway."""
 
     def __init__(self, ctx: GatewayContext) -> None:
         self._ctx = ctx
@@ -58,10 +58,10 @@ class BackgroundResponses:
         await asyncio.gather(*filter(None, [self._sweeper, *tasks]), return_exceptions=True)
 
     async def begin(self, job: Job) -> bytes:
-        """The response as it is when it begins.
+        """Store and start a response; returns its initial object, as JSON.
 
         Raises:
-            PagodaError: OVERLOADED where too many run, UNAVAILABLE where it cannot be kept.
+            PagodaError: OVERLOADED if too many run, UNAVAILABLE if it cannot be stored.
         """
         if len(self._running) >= self._ctx.config.max_background_responses:
             message = f"{len(self._running)} responses run in the background here, and no more are allowed"
@@ -83,7 +83,7 @@ class BackgroundResponses:
         return response
 
     async def is_kept(self, name: str, owner: str) -> bool:
-        """Raises PagodaError where nobody knows."""
+        """Raises PagodaError if the store cannot say."""
         try:
             await self._kept.find(name, owner)
         except PagodaError as error:
@@ -93,20 +93,20 @@ class BackgroundResponses:
         return True
 
     def snapshot(self, name: str) -> bytes | None:
-        """The response as it is now, if it runs here."""
+        """The current object of the response, if it runs here."""
         running = self._running.get(name)
         return None if running is None else encoded(running.telling.response)
 
     async def cancelled(self, name: str) -> None:
-        """It is marked in the store; where it runs here, it ends now."""
+        """End it now if it runs here. The caller has marked it in the store."""
         running = self._running.get(name)
         if running is not None and running.task is not None:
             running.cancel()
             await asyncio.wait([running.task])
 
     async def follow(self, name: str, owner: str, start: int) -> AsyncGenerator[bytes, None]:
-        """Events from number `start` on, as they come, to the last. Raises PagodaError; UNAVAILABLE where this gateway
-        ends before."""
+        """Yield events from number `start` on, as they come, to the last. Raises PagodaError; UNAVAILABLE if this
+        gateway ends first."""
         while True:
             live = running.live if (running := self._running.get(name)) is not None else None
             if live is not None and start >= live.begin:
@@ -145,7 +145,7 @@ class BackgroundResponses:
         running.task = asyncio.create_task(self._to_its_end(running), name=running.job.id)
 
     async def _sweep(self) -> None:
-        """Go on with what others have left."""
+        """Continue what other gateways have left."""
         while True:
             try:
                 async for name, owner in self._kept.unfinished():
@@ -164,12 +164,12 @@ class BackgroundResponses:
         try:
             going = await self._go_on(name, owner)
         except (Unreadable, Full):
-            return  # it keeps its claim, so that it is not tried again at once
+            return  # the claim stays, so that no gateway retries at once
         except PagodaError as error:
             if error.code is ErrorCode.UNAVAILABLE:
                 raise
             if error.code is ErrorCode.NOT_FOUND:
-                await self._kept.bury(name, owner)  # whoever began or deleted it got no further
+                await self._kept.bury(name, owner)  # a gateway was interrupted while beginning or deleting it
             else:
                 logger.debug("%s finds no room here, and is in nobody's way: %s", name, error)
             going = False
@@ -180,7 +180,7 @@ class BackgroundResponses:
             await self._release(name)
 
     async def _go_on(self, name: str, owner: str) -> bool:
-        """Whether it runs here now. Raises PagodaError."""
+        """Returns whether it now runs here. Raises PagodaError."""
         record, kept = await self._kept.find(name, owner)
         data = await self._kept.job(name)
         if kept.ended or not data:
@@ -191,7 +191,7 @@ class BackgroundResponses:
             known.add(msgspec.json.decode(one.split(b"data: ", 1)[1]))
         if known.ended is not None:
             with contextlib.suppress(Conflict):
-                await self._kept.end(record, kept, encoded(known.ended), new_content())  # what it says found room
+                await self._kept.end(record, kept, encoded(known.ended), new_content())  # room was reserved before
             return False
         if not kept.cancelled and not self._has_model(job):
             return False
@@ -229,11 +229,12 @@ class BackgroundResponses:
             running.live.close(ended=ended)
             with contextlib.suppress(PagodaError):
                 if not ended and not await self.is_kept(name, running.job.owner):
-                    await self._kept.bury(name, running.job.owner)  # .. with what was written since it was deleted
+                    await self._kept.bury(name, running.job.owner)  # .. with all that was written after the deletion
             await self._release(name)
 
     async def _keep_claim(self, running: Running) -> None:
-        """Stop it where another gateway has it or somebody wants it to end. A store that is gone stops nothing."""
+        """Renew the claim; stop the run if another gateway has it, or a client cancels or deletes the response. A lost
+        store stops nothing."""
         job, task = running.job, running.task
         while task is not None:
             await asyncio.sleep(times.RESPONSE_LEASE_S / 3)
@@ -250,7 +251,7 @@ class BackgroundResponses:
                     task.cancel()
 
     async def _generated(self, running: Running) -> Iterator[Told]:
-        """Generate it, and give its last event."""
+        """Generate the response; returns its last events."""
         job, telling = running.job, running.telling
         model, charge = self._ctx.catalogue.of_job(job.model, job.adapter), running.charge
 
@@ -276,7 +277,7 @@ class BackgroundResponses:
             return telling.cancel(run.usage()) if failure is None else telling.fail(failure, run.usage())
 
     async def _tell_all(self, running: Running, run: Run, engine: EngineClient) -> None:
-        """But its last event. Raises PagodaError."""
+        """Emit all events but the last. Raises PagodaError."""
         running.charge.begin(run.usage)
         await self._started(run, engine)
         running.charge.taken()
@@ -286,7 +287,7 @@ class BackgroundResponses:
 
     @staticmethod
     async def _started(run: Run, engine: EngineClient) -> None:
-        """Nobody waits, so it may wait itself. Raises PagodaError."""
+        """Start the run, waiting out overload, because no client waits. Raises PagodaError."""
         while True:
             try:
                 await run.start(engine)
@@ -299,6 +300,6 @@ class BackgroundResponses:
 
 
 def _cancelled(telling: Telling) -> Iterator[Told]:
-    """Of one that was never run here."""
+    """The events of a response that is cancelled before it runs here."""
     yield from telling.begin()
     yield from telling.cancel(Usage(prompt_tokens=0))

@@ -1,7 +1,7 @@
-"""One response that runs here, and what of it is in the store: room is taken before anything is written.
+"""One response that runs here, and how much of it is in the store: room is reserved before anything is written.
 
-Where there is none it fails, and what is kept as its end takes none: it has no output, and is less than the job that
-goes. Those who follow it here are told all that there is.
+If there is no room, the response fails, and its stored end needs none: it has no output, and is smaller than the job
+that it replaces. Clients that follow it here still get all of the output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Usage
 
-NO_ROOM = (ErrorCode.RATE_LIMITED, ErrorCode.REQUEST_TOO_LARGE)  # for what a tenant keeps
+NO_ROOM = (ErrorCode.RATE_LIMITED, ErrorCode.REQUEST_TOO_LARGE)  # in what the tenant may keep
 
 
 class Running:
@@ -36,20 +36,20 @@ class Running:
         self.cancelled = False
         self.failure: PagodaError | None = None
         self.deleted = False
-        self.begun = False  # its task, which looks itself what was wanted before that
-        self.ending = False  # it is generated; its end is not disturbed
+        self.begun = False  # whether the task runs yet; it checks for itself what was asked before that
+        self.ending = False  # generation is over; the end is not to be interrupted
         self.task: asyncio.Task[None] | None = None
         self.usage = Usage(prompt_tokens=0)
         self._kept = kept
-        self._told: list[bytes] = []  # and not known to be in the store
-        self._news = asyncio.Event()  # there is something told
-        self._unsure = False  # whether all that was written last is in the store
-        self._room = 0  # bytes that it may write
-        self._contents: set[str] = set()  # under which its end may be in the store
-        self._short: bytes | None = None  # what is kept as its end where that had no room ..
-        self._last: bytes | None = None  # .. and its last event, for those who follow it here
+        self._told: list[bytes] = []  # events that are not known to be in the store
+        self._news = asyncio.Event()  # set when events are added
+        self._unsure = False  # the last write may or may not have reached the store
+        self._room = 0  # bytes it may still write
+        self._contents: set[str] = set()  # names under which its end may be in the store
+        self._short: bytes | None = None  # the object to store if the full one has no room ..
+        self._last: bytes | None = None  # .. and its last event, for clients that follow it here
 
-    # What becomes of it
+    # Ending it early
 
     def cancel(self) -> None:
         if self._is_open():
@@ -62,7 +62,7 @@ class Running:
             self._stop()
 
     def drop(self) -> None:
-        """There is no such response any more."""
+        """The response was deleted."""
         self.deleted = True
         if not self.ending:
             self._stop()
@@ -71,19 +71,19 @@ class Running:
         return not (self.ending or self.cancelled or self.deleted) and self.failure is None
 
     def _stop(self) -> None:
-        if self.task is not None and self.begun:  # one that is cancelled before its first step never takes it
+        if self.task is not None and self.begun:  # a task cancelled before its first step would never run
             self.task.cancel()
 
-    # What it says
+    # Its events
 
     def tell(self, said: Told) -> None:
-        """One that was not asked for as a stream has no followers."""
+        """Queue an event, if the response was requested as a stream; otherwise nobody can follow it."""
         if self.job.shown.stream:
             self._told.append(event(said, said["type"]))
             self._news.set()
 
     async def keep_writing(self) -> None:
-        """What it tells, as it comes. Where another gateway has told otherwise, this one stops."""
+        """Write events to the store as they come. Stops the run if another gateway has written others."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -101,7 +101,7 @@ class Running:
             await asyncio.sleep(times.RESPONSE_WRITE_S)
 
     async def _write(self) -> None:
-        """Have in the store what was told. Raises Conflict, and PagodaError."""
+        """Write all queued events to the store. Raises Conflict and PagodaError."""
         await self._make_sure()
         if told := list(self._told):
             num_bytes = sum(map(len, told))
@@ -116,12 +116,12 @@ class Running:
             self._written(await self._kept.num_events(self.job.id) - self.live.end)
 
     async def _make_room(self, num_bytes: int) -> None:
-        """Raises PagodaError, one of NO_ROOM where there is none."""
+        """Raises PagodaError, with one of NO_ROOM if there is no room."""
         if num_bytes > self._room and self._short is None:
             self._room += await self._kept.reserve(self.job.id, self.job.owner, num_bytes - self._room)
 
     def _written(self, num_events: int) -> None:
-        """So many of what was told are in the store. Raises Conflict where it has others than these."""
+        """The store has the first `num_events` of the queue. Raises Conflict if it has other events than these."""
         if not 0 <= num_events <= len(self._told):
             raise Conflict
         written = self._told[:num_events]
@@ -131,10 +131,10 @@ class Running:
         del self._told[:num_events]
         self._unsure = False
 
-    # How it ends
+    # Its end
 
     async def end(self, last: Iterator[Told]) -> bool:
-        """Keep its end, however long the store is gone. False where it has ended elsewhere, or is deleted. Raises
+        """Store the end, however long the store is unreachable. False if it has ended elsewhere or was deleted. Raises
         Conflict."""
         told = False
         while True:
@@ -147,7 +147,7 @@ class Running:
                         self.tell(said)
                     told = True
                 await self._keep_end()
-                self.charge.count(self.usage)  # once, by whoever wrote the end
+                self.charge.count(self.usage)  # once, by the gateway that wrote the end
                 return True
             except PagodaError as error:
                 if error.code is ErrorCode.NOT_FOUND:
@@ -159,7 +159,7 @@ class Running:
                     await asyncio.sleep(times.STORE_REST_S)
 
     async def _was_ended(self, kept: Kept) -> bool:
-        """Whether it was this gateway, that was not told so."""
+        """Whether this gateway wrote the end, in a write whose outcome it did not learn."""
         if kept.content not in self._contents:
             return False
         await self._kept.close(self.job.id)
@@ -167,7 +167,7 @@ class Running:
         return True
 
     async def _keep_end(self) -> None:
-        """With what is told and not written yet. Raises Conflict where it has ended elsewhere, and PagodaError."""
+        """Write the queued events and the end. Raises PagodaError, and Conflict if it has ended elsewhere."""
         response = self._short or encoded(self.telling.response)
         await self._make_sure()
         await self._make_room(sum(map(len, self._told)) + len(response))
@@ -179,7 +179,8 @@ class Running:
         await self._kept.end(record, kept, response, content)
 
     def _cut_short(self, error: PagodaError) -> None:
-        """How it ends finds no room. What nobody was shown yet is in the last event that followers here are told."""
+        """Shorten the end, which has no room. Output that nobody has seen yet is in the last event sent to followers
+        here."""
         telling = self.telling
         telling.take_back(len(self._told))
         self._told.clear()
