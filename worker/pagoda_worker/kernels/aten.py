@@ -1,19 +1,18 @@
-"""The `torch` back end: tuned for CPU from operations every torch has, no compiler and no extension needed.
+"""The `torch` back end: tuned for CPU, built from operations every torch has; it needs no compiler and no extension.
 
-Linear layers run prepacked through oneDNN, in float32 where the processor cannot multiply the weights' dtype: that
-doubles their memory, and from two rows on is several times faster than taking numbers apart. Attention is
-`paged.PagedAttention`. Elementwise work is spelled in the few torch calls that cost least per layer: a call costs about
-as much as a row's arithmetic.
+Linear layers run prepacked through oneDNN, in float32 if the processor cannot multiply the weights' dtype: that doubles
+their memory, but is several times faster than emulation from two rows on. Attention is `paged.PagedAttention`.
+Elementwise work uses as few torch calls per layer as possible: a call costs about as much as a row's arithmetic.
 
-There are no integer kernels here: a quantised weight becomes the run dtype when it is packed, and its layer's input is
-taken as it is, also where the format says 8 bits. That costs memory and is nearer to the unquantised model.
+There are no integer kernels here: a quantised weight is converted to the run dtype when it is packed, and the layer's
+input is not rounded, even if the format says 8 bits. That costs memory and is closer to the unquantised model.
 
-What keeps a row's bits its own, measured bit for bit by the tests:
-- oneDNN and MKL, told so (`library_choice`), sum every output over all of K in one order, whatever the number of rows;
-  float32 with one row is the exception (a matrix-vector routine), so one row is computed as two.
+What makes it batch-invariant (the tests compare bit for bit):
+- oneDNN and MKL, so configured (`library_choice`), sum every output over all of K in one order, whatever the number of
+  rows; the exception is float32 with one row (a matrix-vector routine), so one row is computed as two.
 - Reductions run per row and never across threads.
-- Elementwise kernels treat the end of a thread's range with scalar code, whose `exp` rounds differently from the vector
-  code; `_slabs` cuts the work so that a range ends where a row ends.
+- Elementwise kernels handle the end of a thread's range with scalar code, whose `exp` rounds differently from the
+  vector code; `_slabs` cuts the work so that ranges end where rows end.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.library_choice import bfloat16_is_native
 
 GRAIN = 32768  # elements of elementwise work per thread, at least
-ONE_THREAD = 16384  # no elementwise work of up to this many elements is shared between threads, not even gelu
+ONE_THREAD = 16384  # elementwise work of up to this many elements is never split between threads, not even gelu
 VECTOR = 64  # elements of the widest unrolled vector step
 
 
 class Packed(NamedTuple):
-    """A linear layer, a weight per segment. `prepacked` ones are in oneDNN's own layout and only its operator may read
-    them; `wide` ones are float32 whatever the input is."""
+    """A linear layer, with one weight per segment. `prepacked` weights are in oneDNN's own layout, which only its
+    operator may read; `wide` weights are float32 whatever the input is."""
 
     weights: tuple[Tensor, ...]
     bias: Tensor | None
@@ -53,9 +52,9 @@ class AtenOps(HostOps):
     name = "torch"
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype`: what quantised weights become."""
+        """`dtype`: to which quantised weights are converted."""
         self.device = device
-        self.batch_invariant = device.type == "cpu"  # elsewhere libraries choose a product by its number of rows
+        self.batch_invariant = device.type == "cpu"  # elsewhere libraries choose a kernel by the number of rows
         self._dtype = dtype
         self._native = _native(device)
         dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in self._native)
@@ -94,19 +93,19 @@ class AtenOps(HostOps):
         width = y.shape[1]
         if activation == "gelu":
             return _gelu(y)
-        if width % VECTOR:  # rows are apart, so that vectors end where they do
+        if width % VECTOR:  # space rows apart, so that vectors end where rows end
             y = F.pad(y, (0, 1))[:, :width]
         return _by_slabs(y, width, activation, lambda part: activated(part, activation))
 
     def logits(
         self, hidden: Tensor, packed: Packed, softcap: float | None = None, added: Added | None = None
     ) -> Tensor:
-        """A product in the run dtype is then widened: oneDNN's float32 output is not reachable from torch."""
+        """Computed in the run dtype, then widened: torch does not expose oneDNN's float32 output."""
         logits = self._linear(hidden, packed, added).float()
         return logits if softcap is None else soft_cap(logits, softcap)
 
     def _linear(self, x: Tensor, packed: Packed, added: Added | None = None) -> Tensor:
-        """In the run dtype, as each segment is; in float32 where segments were added."""
+        """The result is in the run dtype, like each segment, but in float32 if segments were added."""
         return add_low_rank(x, self._base(x, packed), added, lambda x, w: _product(x, w, None, bool(self._native)))
 
     def _base(self, x: Tensor, packed: Packed) -> Tensor:
@@ -188,7 +187,7 @@ _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
 
 
 def _native(device: torch.device) -> tuple[torch.dtype, ...]:
-    """What oneDNN multiplies as it is; nothing where there is no oneDNN."""
+    """The dtypes that oneDNN multiplies natively; none without oneDNN."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return ()
     bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() and bfloat16_is_native()
@@ -201,7 +200,7 @@ def _normed(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """cap * tanh(logits / cap), in place; on a CPU one row at a time, so that a row's bits are its own."""
+    """cap * tanh(logits / cap), in place; on a CPU one row at a time, to be batch-invariant."""
     logits.div_(cap)
     for part in logits if logits.device.type == "cpu" else (logits,):
         part.tanh_()
@@ -223,22 +222,22 @@ def act_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """By torch's own operation the ends of what a thread has would get other bits; erf has no other code for ends."""
+    """torch's own gelu rounds differently at the end of a thread's range; erf uses the same code throughout."""
     wide = x.float()
     return (wide * torch.erf(wide * 2**-0.5).add_(1.0)).mul_(0.5).to(x.dtype)
 
 
 def _by_slabs(x: Tensor, width: int, activation: str, work: Callable[[Tensor], Tensor]) -> Tensor:
-    """work(x), in slabs of rows where threads would cut it elsewhere; `width`: elements of a row that are activated."""
+    """work(x), in slabs of rows if threads would cut inside rows; `width`: activated elements per row."""
     slabs = list(_slabs(x.shape[0], width, activation)) if x.device.type == "cpu" else [x.shape[0]]
     return work(x) if len(slabs) == 1 else torch.cat([work(slab) for slab in torch.split(x, slabs)])
 
 
 def _slabs(num_rows: int, width: int, activation: str) -> Iterator[int]:
-    """Row counts of pieces that threads do not cut inside a row other than between whole vectors."""
+    """Row counts of pieces inside which threads cut a row, if at all, only between whole vectors."""
     size = num_rows * width
     threads = torch.get_num_threads()
-    if activation == "silu" or size <= ONE_THREAD:  # gelu is shared by all threads as soon as it is shared
+    if activation == "silu" or size <= ONE_THREAD:  # larger gelus are always split between all threads
         threads = min(threads, -(-size // GRAIN))
     cut = -(-size // max(threads, 1))
     if threads <= 1 or cut % width == 0 or (width % VECTOR == 0 and cut % VECTOR == 0):

@@ -1,13 +1,13 @@
-"""The `flash` attention: what Triton's kernels have written into their cache, read by flash-attention, version 2 or 3.
+"""The `flash` attention: flash-attention (version 2 or 3) reading the cache that Triton's kernels write.
 
-Everything else of the family is Triton's. Of its cache, [num_blocks, Hkv, block_size, D] per layer, flash-attention is
-given the view [num_blocks, block_size, Hkv, D], which it takes by its strides.
+The rest of the family is Triton's. Triton's cache is [num_blocks, Hkv, block_size, D] per layer; flash-attention gets
+the strided view [num_blocks, block_size, Hkv, D].
 
-Both versions choose among kernels, and split keys into parts, by what they are told of a batch. A row's bits are its
-own because here they are told the same of every batch: one call serves decodes, prompts and mixtures of them; its
-bound on new tokens never falls below `least_queries`, beneath which other kernels would be taken; and keys are one
-part, which leaves a large device idle where a batch is small. The rest is checked on the device, for the shapes of the
-model that is to be served (see `trial`), which also measures whether all this is any faster than Triton.
+Both versions select kernels and split keys by what they are told about a batch. To make them batch-invariant, we tell
+them the same about every batch: one call serves decodes, prefills and mixtures of them; its bound on new tokens never
+falls below `least_queries`, below which they would select other kernels; and keys are not split, which leaves part of a
+large device idle in small batches. The rest is checked on the device for the shapes of the model to be served (see
+`trial`), which also measures whether this is faster than Triton.
 
 Signatures and preconditions: https://github.com/Dao-AILab/flash-attention, `flash_attn/flash_attn_interface.py` and
 `csrc/flash_attn/flash_api.cpp` (2.6 to 2.8), `hopper/flash_attn_interface.py` and `hopper/flash_api.cpp` (3).
@@ -41,13 +41,13 @@ WIDEST_HEAD, HEAD_STEP = 256, 8
 class Plan:
     """What all layers of a step share; tensors are int32 on the device.
 
-    The first layer makes `sums` from `lengths`, in every step: where steps are replayed, a plan outlives its lengths.
+    The first layer computes `sums` from `lengths` in every step, because in replayed steps a plan outlives its lengths.
     """
 
     tables: Tensor  # [B, max_blocks]
-    lengths: Tensor  # [B], keys of each row
-    starts: Tensor  # [B + 1], where the queries of each row begin
-    sums: Tensor  # [B + 1], keys of the rows before
+    lengths: Tensor  # [B], number of keys of each row
+    starts: Tensor  # [B + 1], first query of each row
+    sums: Tensor  # [B + 1], total keys of the rows before
     most_queries: int
     most_keys: int
 
@@ -121,7 +121,7 @@ class FlashOps:
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Raises BackendError for `sinks`, which no version knows, and for what only encoders ask for."""
+        """Raises BackendError for `sinks`, which no version supports, and for what only encoders need."""
         if bias is not None or not shape.causal:
             raise BackendError("kernels: flash-attention is called for causal layers here: choose attention=torch")
         if sinks is not None:
@@ -133,7 +133,7 @@ class FlashOps:
 
 
 def installed() -> bool:
-    """Whether some version is there, whatever may come of loading it."""
+    """Whether some version is installed; loading it may still fail."""
     return any(find_spec(package) is not None for package in PACKAGES)
 
 
@@ -141,7 +141,7 @@ def load_flash(triton: Ops, needs: Needs) -> Ops:
     """The newest version that can serve `needs` and passes its check, over the cache of `triton`.
 
     Raises:
-        BackendError: there is none, or none can; says what is in the way of each.
+        BackendError: none is installed or none can serve; the message says why for each.
     """
     reasons: list[str] = []
     for package in filter(find_spec, PACKAGES):
@@ -157,7 +157,7 @@ def load_flash(triton: Ops, needs: Needs) -> Ops:
 
 
 def _load(package: str, triton: Ops, needs: Needs) -> Ops:
-    """Raises BackendError, and whatever a package does that is not built for this torch, device or shape."""
+    """Raises BackendError, and whatever a package raises that was not built for this torch, device or shape."""
     library = PACKAGES[package](import_module(package))
     ops = cast("Ops", FlashOps(triton, library))
     unfit = library.unfit(needs)
@@ -170,8 +170,8 @@ def _load(package: str, triton: Ops, needs: Needs) -> Ops:
 
 
 def _version_2(package: Any) -> Library:
-    """`flash_attn_with_kvcache` would not do for decodes: its kernels are not those of prompts, and from 2.8.4 on it
-    waits for the device. With a bound of one new token, this function would split keys by the number of rows."""
+    """`flash_attn_with_kvcache` is unsuitable for decodes: its kernels differ from those for prompts, and since 2.8.4
+    it waits for the device. With a bound of one new token, the function used would split keys by the number of rows."""
     function = package.flash_attn_varlen_func
     return Library(
         _title("flash_attn"),
@@ -185,8 +185,8 @@ def _version_2(package: Any) -> Library:
 
 
 def _version_3(package: Any) -> Library:
-    """Here the function for caches serves all steps. The bound on new tokens is above the lines of every tile: below,
-    blocks are read by other means and in other tiles."""
+    """Here `flash_attn_with_kvcache` serves all steps. The bound on new tokens exceeds the lines of every tile: below
+    that, blocks are read by other means and in other tiles."""
     function = package.flash_attn_with_kvcache
     return Library(
         _title("flash_attn_3"),
@@ -200,7 +200,7 @@ def _version_3(package: Any) -> Library:
 
 
 def _masks(shape: AttentionShape) -> dict[str, Any]:
-    """The new tokens are a row's last ones, as causality has it there. A window does not count the token itself."""
+    """flash-attention assumes that the new tokens are a row's last ones. Its window excludes the token itself."""
     return {
         "softmax_scale": shape.scale,
         "causal": True,

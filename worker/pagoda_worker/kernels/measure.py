@@ -1,8 +1,8 @@
-"""Takes the time of every operation of the native kernels, for `roofline` to judge.
+"""Times every operation of the native kernels, for `roofline` to judge.
 
-What an operation moves comes from memory, not from a cache: it is recorded over so many copies of its operands that
-they exceed the caches, and the copies run in one call, as a model's step does. Writing costs memory more than reading,
-so what writes as much as it reads stays well above its floor.
+Operands come from memory, not from a cache: an operation is recorded over enough copies of its operands to exceed the
+caches, and all copies run in one call, like a model's step. Writes cost more memory bandwidth than reads, so operations
+that write as much as they read stay well above their floor.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pagoda_worker.rows.batch import batch_of_spans
 from pagoda_worker.rows.rows import Ints, Row
 
 PLAIN = "bf16"
-KV_FORMS = {"bf16": False, "int8": True}  # whether keys and values are quantised, by the name of the cache's format
+KV_FORMS = {"bf16": False, "int8": True}  # name of the cache's format: whether keys and values are quantised
 LINEAR_ROWS = (1, 4, 16, 64, 512)
-LOGITS_ROWS = 64  # a step rarely wants more
+LOGITS_ROWS = 64  # a step rarely needs more
 POINTWISE_ROWS = (16, 512)
 DECODES = ((1, 4096), (16, 1024), (64, 2048))  # rows, context
 PREFILLS = (512, 2048)
@@ -42,20 +42,20 @@ SAMPLINGS = {
     "top_p 0.9": SamplingParams(temperature=1.0, top_p=0.9),
     "top_k 50": SamplingParams(temperature=1.0, top_k=50),
 }
-LOGIT_SPREAD = 3.0  # nats; about what a model's logits have
+LOGIT_SPREAD = 3.0  # nats; about the spread of a model's logits
 BLOCK_SIZE = 32
 FILL_TOKENS = 4096  # tokens written into a cache at a time
-OPERATIONS_PER_RUN = 1e11  # copies are fewer where a single one computes for long
+OPERATIONS_PER_RUN = 1e11  # fewer copies if a single one computes for long
 MOST_COPIES = 512
 
 Record = Callable[[NativeOps, int], object]
-"""Does one operation with the ops it is given, on copy i of its operands."""
+"""Performs one operation with the given ops, on copy i of its operands."""
 Apply = Callable[[NativeOps, torch.Tensor, torch.Tensor], object]
-"""Does one operation on its input and on another tensor of the same size."""
+"""Performs one operation on its input and another tensor of the same size."""
 
 
 class _Copies:
-    """A tape for many copies of one operation, each with memory of its own, that all read the same of a step."""
+    """A tape for many copies of one operation, each with its own memory, that all read the same step inputs."""
 
     all_tables = False
 
@@ -96,7 +96,7 @@ class Roofline:
         return CeilingProbe(self.ops.library, buffer_bytes, self.limits.repeats)
 
     def points(self, formats: Sequence[str] = (PLAIN, *FORMATS)) -> Iterator[Point]:
-        """Every operation in turn, each yielded as soon as it is measured. `formats` are those of linear layers."""
+        """Every operation in turn, yielded as soon as it is measured. `formats`: of linear layers."""
         for name, quantized in KV_FORMS.items():
             yield from self._attention(name, quantized)
         yield from self._pointwise()
@@ -188,7 +188,7 @@ class Roofline:
         hidden, vocab = self.shape.hidden, self.shape.vocab
         num_bytes = rows * hidden * 4
         copies = max(1, min(vocab // rows, self._num_copies(num_bytes)))
-        # All copies read the same token ids, so each looks into a part of the table of its own.
+        # All copies read the same token ids, so each gets its own part of the table.
         parts = torch.split(self._random(vocab, hidden), vocab // copies)
         ids = torch.randperm(vocab // copies, generator=self._generator)[:rows]
         seconds = self._time(copies, lambda ops, copy: ops.embed(ids, parts[copy], None))
@@ -233,7 +233,7 @@ class Roofline:
         return Point(op=op, shape=f"{tokens} tokens", seconds=seconds, num_bytes=num_bytes)
 
     def _attend(self, op: str, shape: str, quantized: bool, work: tuple[int, int, int]) -> Point:
-        """`work`: rows, new tokens of each, tokens of context of each."""
+        """`work`: rows, new tokens per row, tokens of context per row."""
         rows, query, context = work
         sizes = self.shape
         row_bytes = context * self._kv_shape(quantized, 1).bytes_per_token
@@ -253,7 +253,7 @@ class Roofline:
         return Point(op=op, shape=shape, seconds=seconds, num_bytes=num_bytes, operations=operations)
 
     def _full_cache(self, shape: KVShape, num_blocks: int) -> NativeKVCache:
-        """A cache in which every cell was written: memory that was not is one page of zeros."""
+        """A cache in which every cell has been written: unwritten memory is one shared page of zeros."""
         kv = self.ops.new_kv_cache(shape, num_blocks, BLOCK_SIZE)
         size = (min(FILL_TOKENS, num_blocks * BLOCK_SIZE), shape.num_kv_heads, shape.head_dim)
         key, value = self._random(*size), self._random(*size)
@@ -265,7 +265,7 @@ class Roofline:
     # --- sampling -----------------------------------------------------------------------------------------------------
 
     def _sampling(self) -> Iterator[Point]:
-        """From logits that the step has just written; whatever the cache still holds of them is its gain."""
+        """From logits that the step has just written; sampling benefits from those that a cache still holds."""
         logits = torch.randn(SAMPLED_ROWS, self.shape.vocab, generator=self._generator) * LOGIT_SPREAD
         for name, params in SAMPLINGS.items():
             op = f"sample, {name}"
@@ -280,7 +280,7 @@ class Roofline:
 
 
 def weight_bytes(n: int, k: int, form: Format | None) -> float:
-    """What a matrix [n, k] takes in memory, with its scales."""
+    """Bytes of a matrix [n, k] in memory, including its scales."""
     if form is None:
         return 2.0 * n * k
     groups = k // form.group if form.group else 1

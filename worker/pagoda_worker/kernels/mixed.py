@@ -1,6 +1,6 @@
-"""Families of operations from different back ends behind one `Ops`: where one fails its check, or another is faster.
+"""Combines families of operations from different back ends in one `Ops`, if one fails its check or another is faster.
 
-Nothing is recorded: a recording is one back end's. Otherwise each family is called as if the others were its own.
+It records nothing, because a recording belongs to a single back end. Otherwise each family is called directly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Mixed:
         used = {ops.name: ops for ops in parts.values()}
         self.name = ", ".join(f"{family} {ops.name}" for family, ops in parts.items())
         self.device = next(iter(used.values())).device
-        # Choosing tokens is no part of a recorded step.
+        # A recorded step does not include sampling.
         self.capturable = all(ops.capturable for family, ops in parts.items() if family != "sampling")
         self.batch_invariant = all(ops.batch_invariant for ops in used.values())
         self.own_threads = all(ops.own_threads for ops in used.values())
@@ -36,7 +36,7 @@ class _Mixed:
 
 
 def mix(parts: Mapping[str, Ops]) -> Ops:
-    """The operations of each family by the back end that `parts` names for it; all families, on one device."""
+    """The operations of each family from its back end in `parts`, which has all families, on one device."""
     backends = list(parts.values())
     same = all(ops is backends[0] for ops in backends)
     return backends[0] if same else cast("Ops", _Mixed(parts))

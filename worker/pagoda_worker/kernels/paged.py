@@ -1,13 +1,13 @@
 """Attention over a paged cache from dense pieces: gather a row's blocks, then one fused call per group of rows.
 
-Rows with one new token are grouped by padded length and run as one call [rows, Hkv, G, D], each KV head read once for
-its G query heads. A row with more new tokens runs in slices of QUERY_SLICE tokens, [Hkv, G, tokens, D].
+Rows with one new token are grouped by padded length and run as one call [rows, Hkv, G, D], which reads each KV head
+once for its G query heads. A row with more new tokens runs in slices of QUERY_SLICE tokens, [Hkv, G, tokens, D].
 
 torch's fused CPU attention walks the keys in tiles of 512 and merges them left to right. Its bits do not depend on the
-neighbours or on the cut of the prompt if two things hold, which the padding here sees to (found by experiment, held by
-the tests): the number of query lines is a multiple of 4, and the last tile has 64, 128 or 512 keys, the matrix library
-summing other lengths in other orders. Keys start at a multiple of 512, also under a sliding window. Padding is masked
-and multiplies by exactly zero.
+neighbours or on how the prompt is cut if two conditions hold, which the padding here ensures (found by experiment,
+checked by the tests): the number of query lines is a multiple of 4, and the last tile has 64, 128 or 512 keys, because
+the matrix library sums other lengths in other orders. Keys start at a multiple of 512, also under a sliding window.
+Padding is masked and multiplies by exactly zero.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ QUERY_SLICE = 256
 LINES = 4  # query lines come in multiples of this
 TILE = 512
 SMALL_TILES = (64, 128)
-GATHERED_BYTES = 4 * 2**20  # keys and values of the rows of one call: what a cache holds between write and read
+GATHERED_BYTES = 4 * 2**20  # keys and values of one call's rows: what the CPU's caches keep between write and read
 SUM_TILE = 128  # keys per product with V where softmax is not fused
 
 
 def padded_keys(length: int) -> int:
-    """Keys to present for a row of `length` tokens."""
+    """The number of keys to present for a row of `length` tokens."""
     for tile in SMALL_TILES:
         if length <= tile:
             return tile
@@ -43,7 +43,7 @@ def padded_keys(length: int) -> int:
 
 
 def first_key(position: int, window: int | None) -> int:
-    """The first key presented to a query at `position`: where its window begins, down to a tile's begin."""
+    """The first key presented to a query at `position`: the start of its window, rounded down to a tile."""
     return 0 if window is None else max(0, position - window + 1) // TILE * TILE
 
 
@@ -54,7 +54,7 @@ class Reach(NamedTuple):
     causal: bool
 
     def end(self, end: int, length: int) -> int:
-        """After the last key that a token before `end` sees, in a row of `length` tokens."""
+        """One past the last key seen by tokens before `end`, in a row of `length` tokens."""
         if self.causal:
             return end
         return length if self.window is None else min(length, end + self.window - 1)
@@ -72,7 +72,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows whose keys are gathered by one indexed read, from key `first` on, where a block begins."""
+    """Rows whose keys are gathered by one indexed read, starting at key `first`, a block boundary."""
 
     num_rows: int
     blocks: Tensor  # [num_rows * blocks per row] int32
@@ -82,8 +82,8 @@ class Group:
 
 @dataclass
 class Plan:
-    """The work of a step, one list of groups per reach, made when the first layer with that reach asks. All tokens of a
-    row that is not causal are new."""
+    """The work of a step: one list of groups per reach, made when the first layer with that reach asks for it. All
+    tokens of a non-causal row are new."""
 
     batch: Batch
     kv: KVCache
@@ -145,8 +145,7 @@ class Plan:
         return mask.masked_fill_(hidden, -torch.inf)
 
     def _blocks(self, rows: list[int], first: int, last: int, window: int | None) -> Tensor:
-        """Block ids that cover keys [first, last); what lies before a row's window or beyond its tokens is the empty
-        block."""
+        """Block ids that cover keys [first, last), with the empty block before a row's window and beyond its tokens."""
         size, table = self.kv.block_size, self.batch.block_tables
         begin, end = first // size, -(-last // size)
         blocks = table.new_full((len(rows), end - begin), self.kv.empty_block)
@@ -158,7 +157,7 @@ class Plan:
 
 
 def make_plan(batch: Batch, kv: KVCache) -> Plan:
-    """Sort rows into groups of one padded length and single rows."""
+    """Sort rows into decode groups of equal padded length and single prefill rows."""
     decodes: dict[int, list[int]] = {}
     prefills = []
     for row, count in enumerate(batch.query_lens):
@@ -220,7 +219,7 @@ class PagedAttention:
         return (self.bias[:, None, apart] + mask).to(mask.dtype)
 
     def _decode(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        """query [R, Hq, D], keys [R, S, 2, Hkv, D]: the query heads of a KV head are the lines of one product."""
+        """query [R, Hq, D], keys [R, S, 2, Hkv, D]: the query heads of a KV head form the lines of one product."""
         shape = self.shape
         per_head = shape.num_heads // shape.num_kv_heads
         lines = query.view(-1, shape.num_kv_heads, per_head, shape.head_dim)
@@ -233,7 +232,7 @@ class PagedAttention:
         return out[:, :, :per_head].reshape(query.shape[0], -1)
 
     def _prefill(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        """query [n, Hq, D], keys [1, S, 2, Hkv, D]: the tokens are the lines, one product per query head."""
+        """query [n, Hq, D], keys [1, S, 2, Hkv, D]: the tokens form the lines, with one product per query head."""
         shape = self.shape
         count, per_head = query.shape[0], shape.num_heads // shape.num_kv_heads
         lines = query.view(count, shape.num_kv_heads, per_head, shape.head_dim).permute(1, 2, 0, 3)
@@ -260,7 +259,7 @@ class PagedAttention:
     def _plain(self, lines: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Softmax of capped scores in float32; products with V summed left to right over tiles of one size."""
         sizes = lines.shape[:3]
-        if key.stride(1) == 0:  # heads of one KV head: as further lines, so that keys are widened once
+        if key.stride(1) == 0:  # treat the query heads of a KV head as further lines, so that keys are widened once
             lines, key, value = lines.flatten(1, 2).unsqueeze(1), key[:, :1], value[:, :1]
         scores = torch.matmul(lines.float(), key.float().mT).mul_(self.shape.scale)
         if self.shape.softcap is not None:
@@ -280,7 +279,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """In pieces that one thread computes whole, each a multiple of every vector width: see aten._slabs."""
+    """In pieces small enough for one thread and a multiple of every vector width: see aten._slabs."""
     for piece in torch.split(x.view(-1), 32768):
         piece.tanh_()
     return x

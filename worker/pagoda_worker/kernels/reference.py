@@ -1,4 +1,4 @@
-"""The operations as arithmetic one can read aloud: any device and dtype, row by row. The oracle of the others."""
+"""The operations as plain arithmetic, for any device and dtype, row by row. The oracle for the other back ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pagoda_worker.sampling.device_sampler import greedy_sampler
 
 
 class Plain(NamedTuple):
-    """A `quantized` weight is float32, whatever the run dtype. `group`: so many inputs share a scale; 0 leaves them."""
+    """A `quantized` weight is float32, whatever the run dtype. `group`: inputs that share a scale; 0: not rounded."""
 
     weight: Tensor
     bias: Tensor | None
@@ -41,12 +41,12 @@ class Plain(NamedTuple):
 
 
 def slot_bytes(inputs: int, outputs: Sequence[int], ranks: Sequence[int]) -> int:
-    """Of a LowRank in float32."""
+    """Bytes of a LowRank in float32."""
     return 4 * sum(ranks) * (inputs + sum(outputs))
 
 
 class HostOps:
-    """What back ends share that keep a `KVCache`, record nothing and choose tokens on the host."""
+    """Shared by the back ends that use a `KVCache`, do not record, and sample on the host."""
 
     capturable = False
     lookback = 0
@@ -140,7 +140,7 @@ class ReferenceOps(HostOps):
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> Plain:
         if isinstance(weight, Tensor):
-            return Plain(weight.clone(), bias, segments=segments)  # no view of a file
+            return Plain(weight.clone(), bias, segments=segments)  # not a view of a file
         return Plain(dequantize(weight), bias, True, weight.group if weight.activation_bits == 8 else 0, segments)
 
     pack_gated = pack_linear
@@ -257,21 +257,21 @@ class ReferenceOps(HostOps):
 
 
 def first_block(batch: Batch, row: int, block_size: int, window: int | None) -> int:
-    """The first block of a row that its new tokens see any of."""
+    """The first block of a row that its new tokens see."""
     first_new = batch.context_lens[row] - batch.query_lens[row]
     return 0 if window is None else max(0, first_new - window + 1) // block_size
 
 
 def latent_lines(query: Tensor, latent: Tensor, turning: Tensor, planes: int) -> Tensor:
-    """What `Ops.latent_write` is given, as `Ops.rope_write` takes it: [T, (Hq + planes) D]."""
+    """The operands of `Ops.latent_write` in the form that `Ops.rope_write` takes: [T, (Hq + planes) D]."""
     halves = [half for pair in zip(turning.chunk(2, 1), latent.chunk(2, 1), strict=True) for half in pair]
     return torch.cat([query, *halves * planes], 1)
 
 
 def add_low_rank(x: Tensor, y: Tensor, added: Added | None, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """y [T, N], which may be overwritten, with what is added for x [T, K]; computed in float32, rounded once more.
+    """y [T, N], which may be overwritten, plus the adapters' part for x [T, K]; computed in float32, rounded once more.
 
-    `product` is x [n, K] by a matrix of `added.slots`, which are LowRank or None.
+    `product` multiplies x [n, K] by a matrix of `added.slots`, which are LowRank or None.
     """
     for slot, places in added.tokens.groups if added is not None else ():
         factors = added.slots[slot] if added is not None else None
@@ -302,5 +302,5 @@ def activated(x: Tensor, activation: str) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least float32; float64 stays, so that tests can ask for more."""
+    """At least float32; float64 stays, so that tests can use higher precision."""
     return x if x.dtype == torch.float64 else x.float()

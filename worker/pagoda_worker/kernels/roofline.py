@@ -1,7 +1,7 @@
-"""What an operation costs at least on a machine with given ceilings, and the models whose operations are measured.
+"""The least time an operation can take on a machine with given ceilings, and the model shapes that are measured.
 
-An operation that moves B bytes and does F operations cannot be faster than max(B / read bandwidth, F / peak): its
-floor. `measure` takes the times.
+An operation that moves B bytes and does F operations cannot be faster than its floor, max(B / read bandwidth,
+F / peak). `measure` takes the times.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Ceilings:
     int8: float
 
     def mean(self, other: Ceilings) -> Ceilings:
-        """What to hold against something that was measured between these two."""
+        """The ceilings to compare with a measurement taken between these two."""
         return Ceilings((self.read + other.read) / 2, (self.bf16 + other.bf16) / 2, (self.int8 + other.int8) / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of one model, as far as they matter to a kernel."""
+    """The sizes of one model that matter to kernels."""
 
     name: str
     hidden: int
@@ -50,7 +50,7 @@ class ModelShape:
 
     @property
     def segments(self) -> dict[str, int]:
-        """Of the inputs of each linear layer."""
+        """The number of input segments of each linear layer."""
         segments = num_segments([self.heads * self.head_dim, self.middle], [self.heads])
         return dict.fromkeys(self.matrices, 1) | {"out": segments, "down": segments}
 
@@ -91,7 +91,7 @@ def parse_shape(text: str) -> ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One measured operation. `unit` names the multiplication it uses, if it does `operations`: a field of Ceilings."""
+    """One measured operation. `unit` is the field of Ceilings that bounds its `operations`, if it has any."""
 
     op: str
     shape: str
@@ -101,7 +101,7 @@ class Point:
     unit: str = "bf16"
 
     def floor_s(self, ceilings: Ceilings) -> float:
-        """The time below which these ceilings do not let it come."""
+        """The least time that these ceilings allow."""
         return max(self.num_bytes / ceilings.read, self.operations / float(getattr(ceilings, self.unit)))
 
     def share(self, ceilings: Ceilings) -> float:
@@ -111,10 +111,10 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What to measure, how long and how large. A run moves at least `cold_bytes`, to be more than the caches hold."""
+    """What to measure, how long and up to what size. A run moves at least `cold_bytes`, to exceed the caches."""
 
     cold_bytes: int = 256 * 2**20
     repeats: int = 5
-    max_tokens: int = 2**20  # cases with more rows, tokens or tokens of context in all are left out
-    only: tuple[str, ...] = ()  # operations with none of these in their name are left out, unless there are none
-    rows: tuple[int, ...] = ()  # of linear layers; those of `measure` when empty
+    max_tokens: int = 2**20  # cases with more rows, tokens or total tokens of context are skipped
+    only: tuple[str, ...] = ()  # if not empty, operations with none of these in their name are skipped
+    rows: tuple[int, ...] = ()  # of linear layers; empty: those of `measure`

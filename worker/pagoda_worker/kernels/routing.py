@@ -1,9 +1,9 @@
-"""Mixture of experts around the products: which experts a token goes to, and how what they say is added.
+"""Mixture of experts apart from the products: which experts a token goes to, and how their outputs are combined.
 
-An expert's score is its logit, or the sigmoid of it with the expert's `favour` added. A token goes to the `chosen`
-experts with the highest scores, ties to the lowest id; they are its ranks. Products are weighted and added in the order
-of ranks, in float32, what every token passes (`Beside`) last, and the sum is rounded once. So a token's bits depend
-neither on which others its experts have, nor on the order in which experts compute.
+An expert's score is its logit, or the logit's sigmoid plus the expert's `favour`. A token goes to the `chosen` experts
+with the highest scores, ties to the lowest id; this order gives their ranks. Products are weighted and added in order
+of rank, in float32; the MLP that every token passes (`Beside`) is added last, and the sum is rounded once. So a token's
+bits depend neither on which other tokens its experts have, nor on the order in which experts compute.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-LEAST_SUM = 1e-20  # added to what sigmoids are divided by
+LEAST_SUM = 1e-20  # added to the divisor of sigmoids
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a router's logits mean.
+    """How a router's logits are interpreted.
 
     Attributes:
-        renormalised: The weights of the chosen are a softmax over these, else over all experts; of sigmoids, each
-            divided by the sum of those of the chosen, else as they are.
-        scale: Of all weights.
-        groups: Experts fall into so many of one size, one after the other, and only those of the best `chosen_groups`
-            are chosen. A group is as good as its `group_top` highest scores together; ties go to the first.
-        inputs: Weights are of what goes into experts, and not of what comes out. No back end knows of it: see
+        renormalised: The softmax is over the chosen experts instead of over all; sigmoids are divided by the sum over
+            the chosen experts instead of used as they are.
+        scale: Multiplies all weights.
+        groups: Experts form this many contiguous groups of equal size; only those in the best `chosen_groups` can be
+            chosen. A group's score is the sum of its `group_top` highest scores; ties go to the first group.
+        inputs: Weights multiply the experts' inputs instead of their outputs. Back ends do not see this: see
             `models.moe`.
     """
 
@@ -44,14 +44,14 @@ class Routing:
 
 
 class Packed(NamedTuple):
-    """Experts of a back end that packs each for itself: gate and up, and down. `favour`: [E] float32 or None."""
+    """Experts of a back end that packs each one separately: gate and up, and down. `favour`: [E] float32 or None."""
 
     experts: Sequence[tuple[Any, Any]]
     favour: Tensor | None
 
 
 class Beside(NamedTuple):
-    """What an MLP that every token passes adds: [T, H], times the sigmoid of gate [T, 1] float32 if there is one."""
+    """The output of an MLP that every token passes: [T, H], times the sigmoid of gate [T, 1] float32 if given."""
 
     product: Tensor
     gate: Tensor | None
@@ -70,14 +70,14 @@ def choose(logits: Tensor, routing: Routing, favour: Tensor | None = None) -> tu
 
 
 def _weights(logits: Tensor, own: Tensor, ids: Tensor, routing: Routing) -> Tensor:
-    """Of the chosen, whose sigmoids or logits are `own` [T, k]."""
+    """Weights of the chosen experts, whose sigmoids or logits are `own` [T, k]."""
     if routing.sigmoid:
         return own / (_in_order(own) + LEAST_SUM).unsqueeze(-1) if routing.renormalised else own
     return own.softmax(-1) if routing.renormalised else logits.softmax(-1).gather(-1, ids)
 
 
 def _of_best_groups(scores: Tensor, routing: Routing) -> Tensor:
-    """scores [T, E], -inf outside of the best groups."""
+    """scores [T, E], with -inf outside the best groups."""
     grouped = scores.view(*scores.shape[:-1], routing.groups, -1)
     best = _in_order(grouped.sort(dim=-1, descending=True).values[..., : routing.group_top])
     groups = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.chosen_groups]
@@ -86,13 +86,14 @@ def _of_best_groups(scores: Tensor, routing: Routing) -> Tensor:
 
 
 def _in_order(x: Tensor) -> Tensor:
-    """The sums over the last dimension, which is short, from its begin to its end."""
+    """Sums over the last dimension, which is short, from first to last."""
     first, *others = x.unbind(-1)
     return sum(others, first)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """By what computes every row alike: elementwise functions of torch have other bits where a thread's share ends."""
+    """By softmax, which computes every row alike; torch's elementwise functions round differently at the end of a
+    thread's share."""
     return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
 
 
@@ -117,7 +118,7 @@ def routed(
     run: Callable[[Any, Any, Tensor], Tensor],
     beside: Beside | None,
 ) -> Tensor:
-    """x [T, H] and the router's logits [T, E] -> [T, H]; run(gate and up, down, rows [n, H]) -> their products."""
+    """x [T, H] and the router's logits [T, E] -> [T, H]; run(gate and up, down, rows [n, H]) gives their products."""
 
     def product(expert: int, rows: Tensor) -> Tensor:
         return run(*packed.experts[expert], rows)
@@ -127,7 +128,7 @@ def routed(
 
 
 def by_expert(x: Tensor, ids: Tensor, experts: int, run: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """run(expert, rows of x [T, H]) -> their products [n, H], for each expert that has rows; together [T, k, H]."""
+    """Call run(expert, rows of x [T, H]) -> products [n, H] for each expert that has rows; returns [T, k, H]."""
     flat = ids.flatten()
     order, counts = flat.argsort(stable=True), flat.bincount(minlength=experts).tolist()
     products = x.new_empty(len(flat), x.shape[1])

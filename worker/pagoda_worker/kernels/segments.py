@@ -1,13 +1,13 @@
-"""A sum in fixed segments, added in a fixed binary tree, is the same bits from one device or from several.
+"""A sum over fixed segments, added in a fixed binary tree, has the same bits on one device and across several.
 
-A layer that is cut along its inputs where a model is cut into shards (`OUT` and `DOWN`) adds them in segments:
+Sharding a model splits some layers (`OUT` and `DOWN`) along their inputs. These layers sum their inputs in segments:
 
     ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))        in float32
 
-Each is summed up as a layer of one segment would be. A shard has neighbouring segments, as many as every other, so its
-sum is a node of this tree, and shards of any number that divides the segments add up to the bits of the whole layer. A
-group of inputs that are rounded to 8 bits together ends with its segment at the latest: a shard needs no magnitude of
-another's. The bias comes after the tree.
+Each segment is summed like a layer with one segment. Every shard holds the same number of adjacent segments, so its sum
+is a node of this tree, and the sums of any number of shards that divides the segments add up to the bits of the whole
+layer. A group of inputs that is rounded to 8 bits together never crosses a segment boundary, so no shard needs another
+shard's magnitudes. The bias is added after the tree.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight
 
 MOST = 8  # segments of a layer, a power of two
-WIDTH = 64  # inputs of a segment are a multiple of so many: the groups of our formats are whole ones then
-LEAST = 512  # inputs of a segment: shorter ones cost time at int8, whose every group is scaled and added on its own
+WIDTH = 64  # a segment's inputs are a multiple of this, so that it has whole groups of our formats
+LEAST = 512  # inputs of a segment; shorter ones are slow at int8, where each group is scaled and added separately
 
 
 def num_segments(inputs: Sequence[int], heads: Sequence[int]) -> int:
-    """The most segments that layers with these inputs all fall into; those of so many heads, into whole ones."""
+    """The most segments into which all layers with these inputs can be cut, keeping `heads` heads whole."""
     segments = math.gcd(MOST * WIDTH, *inputs, *(WIDTH * count for count in heads)) // WIDTH or 1
     while segments > 1 and min(inputs) < segments * LEAST:
         segments //= 2
@@ -34,9 +34,9 @@ def num_segments(inputs: Sequence[int], heads: Sequence[int]) -> int:
 
 
 def segmented(weight: Weight, segments: int) -> tuple[Weight, int]:
-    """The weight, and the number of segments its inputs fall into: `segments`, fewer where its groups would be cut.
+    """The weight and its number of segments: `segments`, or fewer if boundaries would fall inside groups.
 
-    A group of several segments becomes a group for each, with the same scale and zero.
+    A group that spans several segments becomes one group per segment, with the same scale and zero.
     """
     if not isinstance(weight, QuantizedWeight):
         return weight, segments
@@ -49,7 +49,7 @@ def segmented(weight: Weight, segments: int) -> tuple[Weight, int]:
 
 
 def tree_sum(sums: torch.Tensor) -> torch.Tensor:
-    """sums [S, ..] of S segments or shards, a power of two, in order -> [..]"""
+    """sums [S, ..] of S segments or shards in order, S a power of two -> [..]"""
     while len(sums) > 1:
         sums = sums[0::2] + sums[1::2]
     return sums[0]

@@ -1,6 +1,6 @@
-"""Attention tried on this device with the shapes of a model: whether it keeps the rule of `ops`, and how long it takes.
+"""Tries attention on this device with a model's shapes: whether it is batch-invariant (see `ops`), and how fast it is.
 
-The back ends that are compared share a cache, and one of them has passed a check of its own.
+The back ends compared share a cache, and one of them has already passed its own check.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pagoda_worker.kernels.ops import AttentionShape, Needs, Ops
 from pagoda_worker.rows.batch import Batch, batch_of_spans
 
 Clock = Callable[[Callable[[], object]], float]
-"""Calls a function a few times and returns the seconds the device takes for one call of it."""
+"""Calls a function a few times and returns the device's seconds per call."""
 
 ANY_SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=64, scale=0.125)
 ANY_BLOCK = 256
 LENGTH = 600
-# Chunks and decodes, around the borders of tiles and elsewhere: each is a row of its own, with the tokens before it.
+# Prefill chunks and decodes, around tile boundaries and elsewhere. Each is a row of its own, with its earlier tokens.
 CHUNKS = [(3, 5), (126, 129), (255, 257), (100, 330), (330, 600)]
 SPANS = [*CHUNKS, *((n - 1, n) for n in (1, 64, 128, 129, 256, 257, 512, 513, *range(285, 601, 15)))]
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.005}
 
-ROWS, PROMPT, OUTPUT = 32, 2048, 256  # requests that a back end is judged by: so many at once, tokens in, tokens out
+ROWS, PROMPT, OUTPUT = 32, 2048, 256  # the load a back end is judged by: concurrent requests, tokens in, tokens out
 
 
 def problem(ops: Ops, yardstick: Ops, needs: Needs) -> str:
-    """What `ops` does not compute as `yardstick` does, or not alike for every batch; empty if all is well."""
+    """How `ops` differs from `yardstick`, or depends on the batch; empty if it does neither."""
     generator = torch.Generator().manual_seed(1)
     with torch.inference_mode():
         for shape in dict.fromkeys(needs.attention or (ANY_SHAPE,)):
@@ -67,14 +67,14 @@ def _problem_of(shape: AttentionShape, ops: Ops, yardstick: Ops, needs: Needs, g
 
 
 class Times(NamedTuple):
-    """Seconds of attention in all layers: of a prompt of PROMPT tokens, and of a decode step of ROWS such rows."""
+    """Seconds of attention over all layers: for a prompt of PROMPT tokens, and for a decode step of ROWS such rows."""
 
     prefill: float
     decode: float
 
     @property
     def of_a_request(self) -> float:
-        """Its prompt, and its share of the decode steps for OUTPUT tokens."""
+        """Seconds for its prompt plus its share of the decode steps for OUTPUT tokens."""
         return self.prefill + OUTPUT / ROWS * self.decode
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Times(NamedTuple):
 
 
 def measure(contestants: Sequence[Ops], needs: Needs, clock: Clock) -> list[Times]:
-    """The times of each; layers of one shape are measured once."""
+    """The times of each contestant; each distinct layer shape is measured once."""
     totals = [(0.0, 0.0) for _ in contestants]
     with torch.inference_mode():
         for shape, layers in Counter(needs.attention).items():
@@ -111,7 +111,7 @@ def _measure(shape: AttentionShape, contestants: Sequence[Ops], needs: Needs, cl
 
 
 def _cache(ops: Ops, shape: AttentionShape, needs: Needs, content: Sequence[Tensor]) -> Any:
-    """A cache of one layer, full of these keys and values; of one plane, of these keys."""
+    """A cache of one layer, filled with these keys and values; with the keys alone if it has one plane."""
     key, value = (part.to(ops.device, needs.dtype) for part in content)
     planes = planes_of(shape in needs.latent_attention, ops.keeps_latents_once)
     heads, dim = shape.num_kv_heads, shape.head_dim
