@@ -1,7 +1,7 @@
-"""One thread changes everything, one pass at a time: drain inbox, place, schedule, send, wait, apply, publish.
+"""One thread mutates all state, one pass at a time: drain inbox, place, schedule, send, wait, apply, publish.
 
-Other threads only append to the inbox and read snapshots. What goes wrong about one request ends that request; what
-goes wrong in one worker's scheduler costs that worker its state, and its requests are replayed.
+Other threads only append to the inbox and read snapshots. An error in one request ends that request. An error in one
+worker's scheduler discards that worker's state, and its requests are replayed.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ AUDIT_INTERVAL_S = 5.0
 
 
 class EngineCore:
-    """What is accepted here gets exactly one ending here, whatever happens to workers and requests.
+    """Gives every accepted request exactly one ending, whatever happens to workers and other requests.
 
-    `executor` and `checker` are owned and closed by `close`; `clock` gives monotonic seconds. Either one thread is in
-    `run`, or the caller's own thread calls `step`; `submit`, `abort`, `abandon`, `hand_back`, `call`, `load` and
-    `alive` are for any. `admission` knows what the model takes.
+    Owns `executor` and `checker`, which `close` closes; `clock` returns monotonic seconds. Either one thread is in
+    `run`, or the caller's own thread calls `step`; any thread may call `submit`, `abort`, `abandon`, `hand_back`,
+    `call`, `load` and `alive`. `admission` knows which requests the model accepts.
     """
 
     def __init__(
@@ -88,45 +88,45 @@ class EngineCore:
     # --- any thread --------------------------------------------------------------------------------------------------
 
     def submit(self, record: RequestRecord, sink: Sink, attempt: int = 0, resume: Resume = FROM_THE_START) -> None:
-        """Run a record, or go on with it: `sink` is told whether it was accepted, and everything after."""
+        """Run or resume a record. `sink` is told whether it was accepted, and then everything that follows."""
         submission = Submission(record, sink, attempt, resume, self._clock())
         if not self._inbox.post(partial(self._admit, submission)):
             sink.rejected(record.request_id, attempt, stopped(), 0.0)
 
     def abort(self, request_id: str, choices: tuple[int, ...] = (), sink: Sink | None = None) -> None:
-        """End a request, or some of its choices. With `sink`, only if that is where its answers go."""
+        """End a request, or some of its choices. With `sink`, only if its answers go to that sink."""
         self._inbox.post(partial(self._abort, request_id, choices, sink))
 
     def abandon(self, sink: Sink) -> None:
-        """End every request whose answers go to `sink`; nobody is there to be told."""
+        """End every request whose answers go to `sink`, without telling it: its reader is gone."""
         self._inbox.post(partial(self._abandon, sink))
 
     def hand_back(self, reason: str) -> Future[None]:
-        """As `drain`, and give back what is open."""
+        """Drain, and hand open requests back to their gateways."""
         return self.call(partial(self._hand_back, reason))
 
     def drain(self, reason: str) -> Future[None]:
-        """Admit nothing from now on: whatever comes is given back to where it came from. What is open goes on."""
+        """Stop admitting: hand new requests back to their gateways. Open requests continue."""
         return self.call(partial(self._drain, reason))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function between two passes, by the thread that may change things."""
+        """Run a function on the loop thread, between two passes."""
         return self._inbox.call(function)
 
     def load(self) -> Load:
-        """The state of this moment."""
+        """The current load."""
         return msgspec.structs.replace(self._load, seconds_since_progress=self._clock() - self._progress_at)
 
     def on_load(self, listener: Callable[[], None]) -> None:
-        """Have the loop's thread call `listener` when `load` has something new to say."""
+        """Have the loop thread call `listener` when `load` changes."""
         self._listeners.append(listener)
 
     @property
     def alive(self) -> bool:
-        """Whether the loop comes round."""
+        """Whether the loop still makes passes."""
         return not self._inbox.closed and self._clock() - self.passed_at < LOOP_STUCK_S
 
-    # --- the loop's thread: through `call`, if from elsewhere --------------------------------------------------------
+    # --- loop thread only; other threads go through `call` -----------------------------------------------------------
 
     def workers(self) -> list[WorkerView]:
         return views.workers(self._executor, self._router)
@@ -135,15 +135,15 @@ class EngineCore:
         return views.stats(self.load(), self._executor, self._router, self._totals)
 
     def reset_prefix_cache(self) -> int:
-        """Forget cached blocks that no request uses; how many those were."""
+        """Forget cached blocks that no request uses, and return their number."""
         return sum(worker.scheduler.reset_prefix_cache() for worker in self._router.workers.values())
 
     def drain_worker(self, worker_id: str) -> None:
-        """Ask a worker to leave, once its requests continue elsewhere or have ended. PagodaError NOT_FOUND."""
+        """Ask a worker to leave once its requests have moved or ended. Raises PagodaError NOT_FOUND."""
         self._router.drain(worker_id, self._clock())
 
     def run(self, stop: threading.Event) -> None:
-        """The loop thread's life: passes until `stop` is set. `call` something afterwards to be noticed at once."""
+        """Body of the loop thread: passes until `stop` is set. After setting it, `call` something to wake the loop."""
         try:
             while not stop.is_set():
                 self.step(IDLE_WAIT_S)
@@ -151,14 +151,14 @@ class EngineCore:
             self.close()
 
     def step(self, timeout_s: float = IDLE_WAIT_S) -> bool:
-        """One pass; waits for at most `timeout_s`. False when there was nothing to do."""
+        """Make one pass, waiting at most `timeout_s`. False if there was nothing to do."""
         self.passed_at = now = self._clock()
         busy = self._inbox.drain(now)
         busy |= self._plan(now)
         self._publish(busy or self.idle)
         events = self._executor.wait(max(0.0, min(timeout_s, self._router.next_after(now) - self._clock())))
         held_up_s = self._guard.tick(now := self._clock())
-        if held_up_s and self._executor.concurrent:  # else that was a step; before answers are taken for late
+        if held_up_s and self._executor.concurrent:  # else a step took it; before judging who is late
             self._router.forgive(held_up_s, now)
             self.admission.forgive(held_up_s, now)
         for event in events:
@@ -168,7 +168,7 @@ class EngineCore:
         return busy or bool(events)
 
     def close(self) -> None:
-        """Hand everything back and let the executor go. Whatever is submitted later is rejected."""
+        """Hand all requests back and close the executor. Later submissions are rejected."""
         if self._inbox.close():
             self._inbox.drain(self._clock())
             self._hand_back("the engine core has stopped")
@@ -184,7 +184,7 @@ class EngineCore:
         return not (self.num_open or len(self._inbox))
 
     def _plan(self, now: float) -> bool:
-        """Plan the steps that are due, one for each worker at a time, until there is none with something to do."""
+        """Plan the due steps, one per worker in turn, until no worker has anything to do."""
         planned = False
         while True:
             self._answers.emit(self._router.dispatch(self._rooms(now), now), now)
@@ -193,20 +193,20 @@ class EngineCore:
             planned = True
 
     def _plan_next(self, epoch: int, now: float) -> None:
-        """Its next step need not wait for what other workers have answered, unless somebody is to be placed first."""
+        """Plan its next step without waiting for other workers' results, unless a request must be placed first."""
         worker = self._router.workers.get(epoch)
         if worker is not None and worker.next_at <= now and not (self._router.anybody_waits or len(self._inbox)):
             self._plan_step(worker, now)
 
     def _rooms(self, now: float) -> dict[int, Room]:
-        """By epoch, what the workers that have any have left, if somebody waits for it."""
+        """The room left on ready workers, by epoch; empty if no request waits for it."""
         plannable = self._router.plannable(now) if self._router.anybody_waits else []
         workers = [worker for worker in plannable if worker.ready]
         rooms = {worker.epoch: self._asked(worker, worker.scheduler.room, now) for worker in workers}
         return {epoch: room for epoch, room in rooms.items() if room is not None}
 
     def _asked(self, worker: Worker, ask: Callable[[], T], now: float) -> T | None:
-        """What a worker's scheduler answers; None if it raises: its state is broken then, and nobody else's."""
+        """Call into a worker's scheduler. If that raises, only its own state is broken: reset it and return None."""
         try:
             return ask()
         except Exception:  # noqa: BLE001 - see above
@@ -267,14 +267,14 @@ class EngineCore:
             return
         try:
             deltas = self._router.leave(left, now)
-        except Exception:  # its state is too broken to be taken back; its requests end here
+        except Exception:  # its state is too broken to recover the requests, so they end here
             log.exception("the requests of epoch %d cannot be taken back", left.epoch)
             deltas = self._router.lose_track(worker, now)
         self._answers.emit(deltas, now)
         self.admission.interrupted()
 
     def _reset(self, worker: Worker, cause: LeaveCause, now: float) -> None:
-        """Begin anew with this worker, and in the end without the request that lets its scheduler raise."""
+        """Start afresh with this worker, and eventually without the request that makes its scheduler raise."""
         log.exception("the scheduler of epoch %d failed; its requests are replayed", worker.epoch)
         self._totals["scheduler_failures"] += 1
         self._leave(WorkerLeft(worker.epoch, cause, "its scheduler failed"), now)
@@ -296,7 +296,7 @@ class EngineCore:
         return True
 
     def _audit(self, now: float) -> None:
-        """While nothing runs, have one worker's books checked that has worked since they were last."""
+        """While idle, check the books of one worker that has run steps since its last audit."""
         if now - self._audited_at < AUDIT_INTERVAL_S or not self.idle:
             return
         self._audited_at = now
@@ -317,7 +317,7 @@ class EngineCore:
         except PagodaError as error:
             self._reject(submission, error)
             return
-        except Exception as error:  # a record that we cannot judge harms nobody else
+        except Exception as error:  # a record that cannot be checked must not affect other requests
             log.exception("cannot admit request %r", submission.request_id)
             self._reject(submission, PagodaError(ErrorCode.INTERNAL, f"cannot admit this request: {error}"))
             return
@@ -328,7 +328,7 @@ class EngineCore:
             deltas = request.settle(now)
             if not request.ended:
                 self._router.add(request, now)
-        except Exception:  # nor does one that cannot be queued
+        except Exception:  # nor must one that cannot be queued
             log.exception("cannot queue request %r", submission.request_id)
             deltas = request.lose_track(now)
         self._answers.emit(deltas, now)
@@ -365,7 +365,7 @@ class EngineCore:
             self._answers.emit(self._end(request_id, choices, now), now)
 
     def _end(self, request_id: str, choices: tuple[int, ...], now: float) -> list[Delta]:
-        """Abort choices, or all, wherever the request is: if its worker's scheduler raises, that is in the queue."""
+        """Abort choices, or all, on the worker or in the queue, to which a request returns if its scheduler raises."""
         abort = partial(self._router.abort, request_id, choices, now)
         worker = self._router.holder(request_id)
         deltas = None if worker is None else self._asked(worker, abort, now)
@@ -387,7 +387,7 @@ class EngineCore:
         self._answers.migrate_all(reason)
 
     def _publish(self, load_too: bool) -> None:
-        """Before anybody waits: answers, and the load, which steps alone change too often to be told each time."""
+        """Publish answers and, if `load_too`, a changed load; steps alone change it too often to publish each time."""
         self._answers.publish()
         while self._answers.failed:
             self._abandon(self._answers.failed.pop(), self._clock())

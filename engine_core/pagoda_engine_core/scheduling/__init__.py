@@ -1,1 +1,1 @@
-"""What a worker computes next: pure books of rows, tokens and blocks, with no clock and no I/O."""
+"""What a worker computes next: pure accounting of rows, tokens and blocks, with no clock and no I/O."""

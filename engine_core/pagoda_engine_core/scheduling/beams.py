@@ -1,8 +1,8 @@
-"""Beam search: of all ways to go on, keep the likeliest few, and of those that ended the best by likelihood and length.
+"""Beam search: keep the likeliest continuations, and the ended sequences with the best score.
 
-It is transformers' search with `early_stopping: false`: a way that ends counts if it is among the first `width`; the
-score is the sum of log-probabilities over length to the power of `length_penalty`; it is over when what goes on could
-not be better, at its present length, than what ended.
+This is transformers' search with `early_stopping: false`: an ending counts if it is among the first `width` candidates;
+the score is the sum of log-probabilities divided by length to the power of `length_penalty`; the search is over when no
+running beam, at its present length, could score better than the ended ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagoda_proto.steps import TopLogprobs
 
 
 class Beam(NamedTuple):
-    """`token_ids` behind the prompt, the sum of their log-probabilities, and what is told of each, if anything is."""
+    """`token_ids` after the prompt, the sum of their log-probabilities, and those reported of each, if asked for."""
 
     token_ids: tuple[int, ...] = ()
     logprob: float = 0.0
@@ -23,7 +23,7 @@ class Beam(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What the beam at `place` may become, with the sum of log-probabilities then: its token of this rank."""
+    """A candidate: the beam at `place` followed by its token of this rank; `logprob` is the sum with that token."""
 
     place: int
     rank: int
@@ -32,7 +32,7 @@ class Way(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """`at_end`: by a token that ends it, its last; else it was cut."""
+    """An ended beam. `at_end`: its last token ended it; otherwise the length limit did."""
 
     beam: Beam
     score: float
@@ -40,12 +40,12 @@ class Ended(NamedTuple):
 
 
 class BeamSearch:
-    """Of one prompt. While it is not `done`: `find` the likeliest tokens after each of `running`, then `advance`.
+    """The search of one prompt. Until `done`: `find` the likeliest tokens after each of `running`, then `advance`.
 
     Args:
-        width: How many beams are kept, and how many sequences come of it.
+        width: Number of beams kept, and of sequences returned.
         ends: The tokens that end a sequence.
-        num_logprobs: Alternatives that are told of each token; None if nothing is.
+        num_logprobs: Alternatives reported of each token; None if no log-probabilities are.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class BeamSearch:
         num_logprobs: int | None = None,
     ) -> None:
         self.running = [Beam()]
-        self.best: list[Ended] = []  # of what ended, the best first
-        self.sources: list[int] = []  # from which places, one step ago, they come
+        self.best: list[Ended] = []  # ended sequences, the best first
+        self.sources: list[int] = []  # the place of each running beam's source one step ago
         self.done = False
         self._found: dict[int, TopLogprobs] = {}
         self._width = width
@@ -68,7 +68,7 @@ class BeamSearch:
         self._num_logprobs = num_logprobs
 
     def find(self, place: int, found: TopLogprobs) -> bool:
-        """What may follow the beam at `place`, the likeliest first; whether that is known of all now."""
+        """Record the candidates after the beam at `place`, the likeliest first. Whether all beams have theirs now."""
         self._found[place] = found
         return len(self._found) == len(self.running)
 
@@ -76,10 +76,10 @@ class BeamSearch:
         return place in self._found
 
     def advance(self) -> None:
-        """All is found: the next beams run."""
+        """Choose the next beams, once all have their candidates."""
         length = len(self.running[0].token_ids) + 1
         cut = length >= self._max_tokens
-        # Of E ends, at most E * width ways end: `width` go on.
+        # With E ending tokens at most E * width candidates end, so `width` others remain.
         kept = nlargest((1 + len(self._ends)) * self._width, self._ways(), key=lambda way: way.logprob)
         ended = [
             Ended(self._taken(way), self._score(way.logprob, length), way.token_id in self._ends)
@@ -117,6 +117,6 @@ class BeamSearch:
 
 
 def score(logprob: float, length: int, length_penalty: float) -> float:
-    """Of a sequence of so many tokens with log-probabilities of this sum."""
+    """The score of a sequence of `length` tokens whose log-probabilities sum to `logprob`."""
     divisor: float = length**length_penalty
     return logprob / divisor

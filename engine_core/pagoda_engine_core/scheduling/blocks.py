@@ -1,14 +1,14 @@
-"""A block is free when nobody refers to it; a free block may still remember what it holds until it is given away.
+"""A block is free when its reference count is 0; a free block may keep its content until it is allocated again.
 
-So "cached" is no third state: cached blocks without a user sit in the free list like all others, only later in it, and
-a prefix hit takes them out again.
+So "cached" is not a third state: cached blocks without users are in the free list like all others, only later in it,
+and a prefix hit takes them out again.
 
-    ref count 0        in the free list; blocks without content worth keeping first, then cached ones, least recently
+    ref count 0        in the free list: blocks without content worth keeping first, then cached ones, least recently
                        used first
-    ref count >= 1     held by that many rows; never handed out
+    ref count >= 1     held by that many rows; never allocated
 
-The free list is a doubly linked list through two int arrays (a deque could not remove from the middle in O(1)). Only
-BlockPool touches the links. A block here is an int; the tensor behind it belongs to the worker.
+The free list is a doubly linked list in two int arrays (a deque cannot remove from the middle in O(1)). Only BlockPool
+touches the links. A block here is an int; the tensor behind it belongs to the worker.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ DIGEST_BYTES = 32
 
 
 class BrokenInvariant(AssertionError):
-    """Our books do not add up: a bug here, never somebody's input."""
+    """The books do not balance: a bug in this code, never caused by input."""
 
 
 def require(condition: bool, what: str) -> None:
-    """Raises BrokenInvariant when a condition that our own code guarantees does not hold."""
+    """Raises BrokenInvariant if a condition that this code guarantees does not hold."""
     if not condition:
         raise BrokenInvariant(what)
 
 
 class HashChain:
-    """Names of the leading full blocks of one growing list of tokens.
+    """Names of the leading full blocks of a growing list of tokens.
 
-    A name covers the block's own tokens, everything before it (through the parent's name), the cache salt and the
-    digest of the adapter (at the root), so equal names mean equal KV within one salt. Each block is hashed once, when
-    it becomes full.
+    A name covers the block's tokens, all tokens before it (through the parent's name), and the cache salt and adapter
+    digest (at the root), so equal names mean equal KV within one salt. Each block is hashed once, when it becomes full.
     """
 
     __slots__ = ("_adapter", "_salt", "block_size", "hashes")
@@ -51,7 +50,7 @@ class HashChain:
         self.hashes: list[bytes] = []
 
     def copy(self) -> HashChain:
-        """Of a list that begins the same."""
+        """A chain for another list that begins with the same tokens."""
         chain = HashChain(self._salt, self.block_size, self._adapter)
         chain.hashes = list(self.hashes)
         return chain
@@ -69,14 +68,14 @@ class HashChain:
 
 @dataclass(slots=True)
 class Table:
-    """Blocks of one group by their place in a row. Its first `gone` places have NO_BLOCK: nothing is kept of them."""
+    """A row's blocks of one group, by place. The first `gone` places hold NO_BLOCK: their blocks have been freed."""
 
     ids: list[int] = field(default_factory=list)
     gone: int = 0
 
     @classmethod
     def behind(cls, gone: int, ids: Sequence[int]) -> Table:
-        """With these blocks after `gone` places without one."""
+        """A table with these blocks after `gone` places without a block."""
         return cls([NO_BLOCK] * gone + [*ids], gone)
 
     @property
@@ -91,7 +90,7 @@ class Table:
         return Table(list(self.ids), self.gone)
 
     def let_go(self, gone: int) -> list[int]:
-        """Keep nothing before that place; the blocks that were there."""
+        """Drop the blocks before place `gone`, and return them."""
         left = self.ids[self.gone : gone]
         self.ids[self.gone : gone] = [NO_BLOCK] * len(left)
         self.gone = gone
@@ -99,20 +98,20 @@ class Table:
 
 
 class BlockPool:
-    """KV blocks of one worker. Ids are `first` .. `first` + num_blocks - 1; lists by id begin with 0 all the same."""
+    """KV blocks of one worker. Ids are `first` .. `first` + num_blocks - 1; lists indexed by id still start at 0."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool, first: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.first, self.end = first, first + num_blocks
-        # Read by others, written here only.
+        # Others read these; only this class writes them.
         self.ref_counts = [0] * self.end
-        self.num_free = num_blocks  # that can be allocated, those cached without a user included
-        self.num_cached = 0  # free, with content that is kept for prefix hits
+        self.num_free = num_blocks  # allocatable, including cached blocks without users
+        self.num_cached = 0  # free, with content kept for prefix hits
         self._hash_of: list[bytes | None] = [None] * self.end
         self._block_of: dict[bytes, int] = {}
-        # Index `end` is the list's head and tail; the free list starts out in order of ids.
+        # Index `end` is the list's head and tail; initially the free list is in order of ids.
         self._next: list[int] = [*range(1, self.end + 1), first]
         self._previous: list[int] = [*range(-1, self.end)]
         if num_blocks:
@@ -125,12 +124,12 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, forgetting what they held. Callers ask `num_free` first (BrokenInvariant)."""
+        """Take `count` free blocks, forgetting their content. Callers check `num_free` first (BrokenInvariant)."""
         require(count <= self.num_free, f"{count} blocks asked for, {self.num_free} free")
         return [self._take_first() for _ in range(count)]
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """One more user for each of these blocks, whether used or cached."""
+        """Add a user to each of these blocks, used or cached."""
         for block in block_ids:
             if not self.ref_counts[block]:
                 require(self._hash_of[block] is not None, f"block {block} is free and holds nothing")
@@ -139,7 +138,7 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """One user less for each. Of blocks freed together the last is forgotten first: prefixes outlive endings."""
+        """Remove a user from each. Of blocks freed together, the last is evicted first, so prefixes live longest."""
         for block in reversed(block_ids):
             require(self.ref_counts[block] > 0, f"block {block} freed without a user")
             self.ref_counts[block] -= 1
@@ -152,18 +151,18 @@ class BlockPool:
                 self.num_cached += 1
 
     def register(self, block: int, name: bytes) -> None:
-        """A used block is full and computed: it can be found by `name`. The first block of a name keeps it."""
+        """Make a used block, now full and computed, findable by `name`. The first block with a name keeps it."""
         require(self.ref_counts[block] > 0, f"block {block} registered without a user")
         if self.prefix_cache and self._hash_of[block] is None and name not in self._block_of:
             self._hash_of[block] = name
             self._block_of[name] = block
 
     def knows(self, name: bytes) -> bool:
-        """Whether some block is found by `name`."""
+        """Whether a block has this name."""
         return name in self._block_of
 
     def match(self, names: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of `names`. Changes nothing; `share` them to keep them."""
+        """Blocks of the longest cached prefix of `names`. Changes nothing; `share` the blocks to keep them."""
         blocks = []
         for name in names:
             block = self._block_of.get(name)
@@ -173,14 +172,14 @@ class BlockPool:
         return blocks
 
     def reset_cache(self) -> int:
-        """Forget what blocks without a user hold, and return how many those were. Blocks in use keep their names."""
+        """Forget the content of cached blocks without users; return their number. Blocks in use keep their names."""
         cached = [(block, name) for block in self._walk() if (name := self._hash_of[block]) is not None]
         for block, name in cached:
             self._forget(block, name)
         return len(cached)
 
     def check_invariants(self) -> None:
-        """Raises BrokenInvariant: the free list holds exactly the blocks without a user, names point both ways."""
+        """Raises BrokenInvariant unless the free list is exactly the blocks without users and names map both ways."""
         free = list(self._walk())
         require(len(free) == self.num_free, "free list and free count differ")
         require(
@@ -229,9 +228,9 @@ class BlockPool:
 
 
 class Group:
-    """One group's blocks, those of the KV cache and those of the swap space.
+    """One group's blocks in the KV cache and in the swap space.
 
-    in_flight_tokens: Most of one row that were planned and are not confirmed.
+    in_flight_tokens: Most tokens of one row that are planned but not confirmed.
     """
 
     def __init__(self, offer: KVGroup, pools: tuple[BlockPool, BlockPool], in_flight_tokens: int) -> None:
@@ -244,15 +243,15 @@ class Group:
         self._most = sys.maxsize if self.keeps_all else min(most, offer.num_blocks)
 
     def first_kept(self, num_tokens: int) -> int:
-        """The first place that is read by a row that goes on from so many tokens."""
+        """The first place that a row reads when it continues after `num_tokens` tokens."""
         return max(0, num_tokens // self._block_size - self._kept)
 
     def most(self, num_blocks: int) -> int:
-        """Blocks of a row at once, on its way through so many places."""
+        """Most blocks that a row holds at once while growing to `num_blocks` places."""
         return min(num_blocks, self._most)
 
     def reach(self, names: Sequence[bytes], num_blocks: int) -> int:
-        """How many of the first `num_blocks` could be a hit, by this group, if it were not for those behind them."""
+        """An upper bound, for this group, on the length of a prefix hit among the first `num_blocks` blocks."""
         if self.keeps_all:
             return len(self.pool.match(names[:num_blocks]))
         first = self.first_kept(num_blocks * self._block_size)
@@ -260,13 +259,13 @@ class Group:
         return next((place for place in places if not self.pool.knows(names[place])), num_blocks)
 
     def hit(self, names: Sequence[bytes], num_blocks: int) -> Table:
-        """The table of that hit."""
+        """The table of a hit of `num_blocks` blocks."""
         first = self.first_kept(num_blocks * self._block_size)
         return Table.behind(first, self.pool.match(names[first:num_blocks]))
 
 
 def pools_of(offers: Sequence[KVGroup], block_size: int, prefix_cache: bool) -> list[tuple[BlockPool, BlockPool]]:
-    """Of each group, its blocks and its swap blocks; see `group` in `steps`."""
+    """The KV block pool and the swap block pool of each group; see `group` in `steps`."""
     found: list[tuple[BlockPool, BlockPool]] = []
     first = first_swap = 0
     for offer in offers:

@@ -1,14 +1,14 @@
-"""A row that decodes needs a thought only where something may happen, and where that is, is known beforehand.
+"""A decoding row is examined only where something may happen, and these positions are known in advance.
 
-Marks on a choice say so, and everywhere before them a row costs a step a few additions:
+Marks on a choice hold them. Before its marks, a row costs a step only a few additions:
 
-    quiet_until   up to so many computed tokens it has blocks that nobody shares and may have the tokens: it is planned
-                  one token at a time
-    plain_until   up to so many outputs there is nothing to say of a token but the token, unless it is a stop token
-    heed_at       the same, and no block is full with it: it is appended and told, and that is all
+    quiet_until   up to this many computed tokens it has unshared blocks and may produce the tokens: it is planned one
+                  token at a time
+    plain_until   up to this many outputs a token is reported alone, unless it is a stop token
+    heed_at       as plain_until, and the token fills no block either: it is only appended and reported
 
-0 is always right, for it asks for the thought. Whoever changes what a mark rests on (blocks that become shared, drafts,
-the end of the row) sets it to 0; whoever has thought sets it anew.
+0 is always correct, because it forces an examination. Code that changes what a mark depends on (a block becomes shared,
+drafts, the end of the row) sets it to 0; an examination sets it again.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pagoda_proto.records import Delta, NextTokens
 
 @dataclass(slots=True)
 class News:
-    """What came of a step: a token each of choices that go on, and whatever else there is to say. A choice is in one of
-    them."""
+    """The outcome of a step: `tokens` has one token for each choice that just continues, `deltas` everything else. A
+    choice is in only one of them."""
 
     tokens: NextTokens = field(default_factory=NextTokens)
     deltas: list[Delta] = field(default_factory=list)
 
 
 class DecodingRows(NamedTuple):
-    """Rows that decode in one step, in order. `row_ids` are those of then: a choice may have another one since. The
-    places in `talkative` are those of rows that may have to yield more than a token."""
+    """Rows that decode in one step, in order. `row_ids` are as of that step; a choice may have a different one now.
+    `talkative` holds the places of rows whose output may be more than a token."""
 
     choices: list[Choice]
     row_ids: list[int]
@@ -45,7 +45,7 @@ class DecodingRows(NamedTuple):
 
 
 def _wants_more(request: Request) -> bool:
-    """Whether its rows yield more than a token, or something else."""
+    """Whether its rows yield more than a token, or something other than one."""
     params = request.params
     return params.logprobs is not None or params.prompt_logprobs is not None or request.pools
 
@@ -54,13 +54,13 @@ NOBODY = DecodingRows([], [], [])
 
 
 def mark_quiet(choice: Choice, kv: KvCache) -> None:
-    """It has been thought about: it computes one token, for which it has a block of its own."""
+    """Mark a choice just examined, which computes one token, for which it has an unshared block."""
     request = choice.request
     choice.quiet_until = min(kv.capacity(choice), request.num_prompt_tokens + choice.max_outputs - 1)
 
 
 def mark_heed(choice: Choice, kv: KvCache) -> None:
-    """It has sampled, and `kv` knows. Its limit, log-probabilities and drafts need a thought."""
+    """Mark a choice that has sampled, after `kv.commit`. Its limit, log-probabilities and drafts need examination."""
     request = choice.request
     wants_more = request.params.logprobs is not None or choice.num_drafts
     choice.plain_until = 0 if wants_more else request.max_output_tokens - 1
@@ -68,13 +68,13 @@ def mark_heed(choice: Choice, kv: KvCache) -> None:
 
 
 def restless(running: Iterable[Choice]) -> list[Choice]:
-    """Running choices that the next plan must think about: all others decode."""
+    """Running choices that the next plan must examine; all others decode."""
     return [choice for choice in running if choice.num_computed >= choice.quiet_until]
 
 
 def launch(choices: list[Choice], before: DecodingRows) -> tuple[DecodingRows, list[int]]:
-    """Let them compute one token each; the rows, and where each starts. `before` are the rows of the last step: steps
-    of the same rows share one list."""
+    """Let the choices compute one token each. Returns the rows and where each starts. `before` are the rows of the last
+    step; steps with the same rows share one object."""
     row_ids, starts = [], []
     for choice in choices:
         row_ids.append(choice.row_id)
@@ -86,7 +86,7 @@ def launch(choices: list[Choice], before: DecodingRows) -> tuple[DecodingRows, l
 
 
 def is_plain(choice: Choice, token: int) -> bool:
-    """Whether there is nothing to say but the token."""
+    """Whether only the token is to be reported."""
     return token >= 0 and len(choice.output_ids) < choice.plain_until and token not in choice.stop_ids
 
 
@@ -100,7 +100,7 @@ def take_plain(choice: Choice, token: int, news: News) -> None:
 
 
 def take_tokens(rows: DecodingRows, tokens: Sequence[int], news: News) -> list[int]:
-    """`take_plain` of each, where that is all. The places of rows that need a thought; rows that are gone need none."""
+    """`take_plain` for each row that needs no more. Returns the places of rows to examine, omitting rows now gone."""
     places = []
     told = news.tokens
     streams, first_indexes, token_ids = told.streams, told.first_indexes, told.token_ids
@@ -124,7 +124,7 @@ def take_tokens(rows: DecodingRows, tokens: Sequence[int], news: News) -> list[i
 def apply_tokens(
     rows: DecodingRows, tokens: Sequence[int], kv: KvCache, news: News
 ) -> Iterator[tuple[Choice, int, int]]:
-    """Take a token of each row. Those that need more than to be told are handed out: choice, row id, token."""
+    """Take one token of each row. Yields those that need more than reporting: choice, row id, token."""
     for place in take_tokens(rows, tokens, news):
         choice, token = rows.choices[place], tokens[place]
         if is_plain(choice, token):

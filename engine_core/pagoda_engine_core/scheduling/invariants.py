@@ -1,6 +1,6 @@
-"""What must be true of rows and blocks between any two calls, checked from scratch: the books, audited.
+"""Invariants of rows and blocks that hold between any two calls, checked from scratch.
 
-Nothing here is cheap; it runs in tests and when an engine core is idle.
+The checks are expensive; they run in tests and while an engine core is idle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagoda_proto.steps import NO_BLOCK
 
 
 def check_books(kv: KvCache, requests: Collection[Request], rows: Rows, flights: Iterable[Flight]) -> None:
-    """Raises BrokenInvariant."""
+    """Check everything. Raises BrokenInvariant."""
     waiting, running = rows.waiting, rows.running
     for group in kv.groups:
         group.pool.check_invariants()
@@ -91,7 +91,7 @@ def _check_row(choice: Choice, kv: KvCache) -> None:
 
 
 def _check_window(choice: Choice, group: Group, table: Table) -> None:
-    """All that a token can read which is not confirmed yet is there, and what is not has no block."""
+    """The table has all blocks that tokens not yet confirmed can read, and NO_BLOCK where blocks are gone."""
     read = 0 if group.keeps_all else max(0, choice.num_confirmed - group.kept)
     there = table.ids[read // group.pool.block_size :]
     require(NO_BLOCK not in there or not choice.num_confirmed, "a block is gone that is still to be read")

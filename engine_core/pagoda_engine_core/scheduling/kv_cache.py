@@ -1,14 +1,13 @@
-"""A block table may share any block and may write only into blocks it has alone.
+"""A block table may share any block, but is written only in blocks that it does not share.
 
-Everything here follows: a prefix hit shares full blocks, a fork shares a sibling's prompt blocks, beams share what the
-one had that they come from, and whoever is about to write into a block with another user first gets a copy of it.
-Blocks are offered to the prefix cache once a worker has confirmed that it computed them. Only what is confirmed is
-swapped out, too: a choice that is preempted with a step in flight loses that step and no other, and should that step
-fail, nothing of it is kept.
+The rest follows: a prefix hit shares full blocks, a fork shares a sibling's prompt blocks, beams share the blocks of
+their source, and a writer to a block with another user first gets a copy of it. Blocks enter the prefix cache once a
+worker has confirmed that it computed them. Likewise, only confirmed tokens are swapped out: a choice that is preempted
+with a step in flight loses only that step, and if that step fails, nothing of it is kept.
 
-A row has a table for each group of layers. A group that keeps a window lets a row's blocks go once no step can read
-them that is in flight or yet to come. That is judged by whole blocks of confirmed tokens, so it changes only when a
-block is full, and a hit may begin wherever the window before it is cached.
+A row has a table for each group of layers. A group with a sliding window frees a row's blocks once no step in flight or
+to come can read them. This is decided by whole blocks of confirmed tokens, so it changes only when a block fills up,
+and a prefix hit may end wherever the window before its end is cached.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from pagoda_engine_core.scheduling.request import Choice, Request
 from pagoda_proto.steps import Hello, KVGroup
 
 Counts = Sequence[int]
-"""Blocks of each group."""
+"""Numbers of blocks, by group."""
 
 
 class Prefix(NamedTuple):
-    """What a row starts with, by group: tables of blocks to share, swap blocks whose content follows theirs; and how
-    many of a choice's tokens they hold together."""
+    """What a row starts from. By group: tables of blocks to share, and the swap blocks whose content follows them;
+    together they hold `num_tokens` tokens of the choice."""
 
     tables: Sequence[Table]
     num_tokens: int
@@ -36,8 +35,8 @@ class Prefix(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """How block tables changed: ids at their ends, group by group; (index, new id) within; (source, destination) to
-    copy first."""
+    """How block tables changed: ids appended, group by group; (index, new id) replaced; (source, destination) to copy
+    first."""
 
     appended: list[int]
     replaced: list[tuple[int, int]]
@@ -45,7 +44,7 @@ class Growth(NamedTuple):
 
 
 class BlockCounts(NamedTuple):
-    """Of the moment, of all groups together."""
+    """Current numbers of blocks, summed over all groups."""
 
     blocks_total: int = 0
     blocks_used: int = 0
@@ -58,7 +57,7 @@ NO_GROWTH = Growth([], [], [])
 
 
 def exceeds(wanted: Counts, there: Counts) -> bool:
-    """Whether any group has too few."""
+    """Whether any group has fewer blocks than wanted."""
     return any(map(int.__gt__, wanted, there))
 
 
@@ -69,8 +68,8 @@ def less(there: Counts, taken: Counts) -> list[int]:
 def fork_source(request: Request) -> Choice | None:
     """A choice whose prompt blocks its siblings may share.
 
-    Earlier plans compute its whole prompt. One that starts in the plan being made is none yet: its last block may be
-    the destination of a copy, and all copies of a step are done at once, before anything is computed.
+    Earlier plans must compute its whole prompt. A choice that starts in the plan being made does not qualify: its last
+    block may be the destination of a copy, and a step does all its copies at once, before computing anything.
     """
     if not request.num_rows:
         return None
@@ -79,18 +78,18 @@ def fork_source(request: Request) -> Choice | None:
 
 
 def awaits_sibling(choice: Choice) -> bool:
-    """Whether a sibling computes the prompt right now, which this choice would otherwise compute, too; or, in a search,
-    what has to be known before this choice goes on."""
+    """Whether a sibling is now computing the prompt, which this choice would otherwise compute again, or, in a beam
+    search, what this choice needs before it can continue."""
     if not choice.distance:
         return True
     return choice.request.num_rows > 0 and not choice.num_swapped and fork_source(choice.request) is None
 
 
 class KvCache:
-    """Block tables of choices on top of one worker's blocks, those of its KV cache and those of its swap space. Where a
-    worker has no groups, it keeps nothing and no row needs any.
+    """Block tables of choices, over one worker's KV and swap blocks. A worker without groups keeps no KV, and its rows
+    need no blocks.
 
-    longest_chunk: Tokens that one step may compute of a row: as configured, or what a window's blocks have room for.
+    longest_chunk: Most tokens of a row that one step may compute: as configured, or as a window's blocks have room for.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class KvCache:
         )  # fmt: skip
 
     def emptied(self) -> KvCache:
-        """One of the same sizes that holds nothing."""
+        """An empty cache of the same sizes."""
         sizes = self._offers, self.block_size, self._prefix_cache
         return KvCache(*sizes, longest_chunk=self.longest_chunk, depth=self._depth, max_tokens=self._max_tokens)
 
@@ -138,7 +137,7 @@ class KvCache:
 
     @property
     def usage(self) -> float:
-        """Part of the blocks that is in use, of the group that has the fewest left."""
+        """Fraction of blocks in use, in the fullest group."""
         return max((group.pool.num_used / group.pool.num_blocks for group in self.groups), default=0.0)
 
     @property
@@ -146,7 +145,7 @@ class KvCache:
         return [group.pool.num_free for group in self.groups]
 
     def lacks(self, wanted: Counts, reserved: Counts | None = None) -> bool:
-        """Whether fewer blocks are free than these, beside those that are reserved."""
+        """Whether any group has fewer free blocks than wanted, apart from reserved ones."""
         if reserved is not None:
             return exceeds(wanted, less(self.free_blocks, reserved))
         return any(count > group.pool.num_free for count, group in zip(wanted, self.groups, strict=True))
@@ -156,47 +155,47 @@ class KvCache:
         return [group.swap_pool.num_free for group in self.groups]
 
     def reset_cache(self) -> int:
-        """Forget cached blocks that no row uses; how many those were."""
+        """Forget cached blocks that no row uses, and return their number."""
         return sum(group.pool.reset_cache() for group in self.groups)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens, in each group that keeps them."""
+        """Blocks needed to hold this many tokens, in each group that keeps them."""
         return -(-num_tokens // self.block_size) if self.keeps else 0
 
     def lifetime_blocks(self, request: Request) -> int:
-        """The length of a choice's tables at its longest: the last token sampled needs no block."""
+        """The greatest length of a choice's tables; the last token sampled needs no block."""
         return self.blocks_for(request.num_prompt_tokens + request.max_output_tokens - 1)
 
     def unfit(self, request: Request) -> str:
-        """Why one choice at its longest does not fit into all blocks; empty if it does."""
+        """Why all blocks together cannot hold one choice at its longest; empty if they can."""
         wanted = self.lifetime_blocks(request)
         lacking = (group for group in self.groups if group.most(wanted) > group.pool.num_blocks)
         group = next(lacking, None)
         return f"need {wanted} KV blocks; the worker has {group.pool.num_blocks}" if group else ""
 
     def shortage(self, choice: Choice, num_tokens: int) -> Counts:
-        """Blocks that it lacks on its way to so many tokens."""
+        """Blocks that a choice lacks to grow to this many tokens."""
         wanted = self.blocks_for(num_tokens)
         pairs = zip(self.groups, self._tables(choice), strict=True)
         return [max(0, group.most(wanted - table.gone) - table.num_held) for group, table in pairs]
 
     def capacity(self, choice: Choice) -> int:
-        """Tokens that the blocks of a choice hold."""
+        """Tokens that a choice's blocks have room for."""
         return len(choice.tables[0].ids) * self.block_size if choice.tables else 0
 
     def next_full(self, choice: Choice) -> int:
-        """Computed tokens with which `commit` has a block to register or to let go."""
+        """The number of computed tokens at which `commit` next has a block to register or free."""
         return (choice.num_registered + 1) * self.block_size if self._heeds_full else sys.maxsize
 
     def matched_tokens(self, choice: Choice) -> int:
-        """How many leading tokens a prefix hit would save right now."""
+        """How many leading tokens a prefix hit would save now."""
         return self.cached_prefix(choice).num_tokens
 
     def lookup(self, choice: Choice) -> Prefix:
-        """The longest prefix to start a row with: from the cache, from a sibling whose prompt is computed, or from
-        swap blocks behind what one of them still has.
+        """The longest prefix to start a row from: the cache, a sibling whose prompt is computed, or swap blocks that
+        continue one of those.
 
-        At least one token is left to compute, for without computing there are no logits to sample from.
+        At least one token is left to compute, to have logits to sample from.
         """
         if choice.owes_prompt_logprobs:
             return self._nothing
@@ -211,12 +210,12 @@ class KvCache:
         return Prefix(shared, choice.num_swapped, behind)
 
     def admission_cost(self, prefix: Prefix, num_tokens: int, lifetime_blocks: int) -> Counts:
-        """`cost` of all tokens known, and one block to go on with, unless that is all there will ever be."""
+        """`cost` of all known tokens and one more block, unless the choice will never need it."""
         return self.cost(prefix, num_tokens, spare=int(self.blocks_for(num_tokens) < lifetime_blocks))
 
     def cost(self, prefix: Prefix, num_tokens: int, spare: int = 0) -> Counts:
-        """Blocks that leave the free lists when tables start from `prefix` and grow to hold `num_tokens`, and as many
-        more as are to spare."""
+        """Blocks that leave the free lists when tables start from `prefix` and grow to hold `num_tokens`, plus `spare`
+        blocks."""
         copied = any(prefix.num_tokens % self.block_size and not ids for ids in prefix.swapped)
         wanted = self.blocks_for(num_tokens) + spare
         found = []
@@ -226,8 +225,8 @@ class KvCache:
         return found
 
     def attach(self, choice: Choice, prefix: Prefix) -> list[tuple[int, int]]:
-        """Start the empty block tables of `choice` with a prefix. What is to be swapped in for it, as in StepPlan;
-        its swap blocks are free then, for a swap-out of the next plan at the earliest."""
+        """Start the empty block tables of `choice` from a prefix, and return its swap-ins, as in StepPlan. This frees
+        its swap blocks, for a swap-out of the next plan at the earliest."""
         swap_ins: list[tuple[int, int]] = []
         choice.tables = []
         for group, table, swapped in zip(self.groups, prefix.tables, prefix.swapped, strict=True):
@@ -240,14 +239,14 @@ class KvCache:
         return swap_ins
 
     def to_swap(self, choice: Choice) -> list[list[int]]:
-        """The blocks of its confirmed tokens that whoever goes on from them reads."""
+        """The blocks of confirmed tokens that a row reads when it continues from them, by group."""
         end, num_tokens = self.blocks_for(choice.num_confirmed), choice.num_confirmed
         pairs = zip(self.groups, choice.tables, strict=True)
         return [table.ids[group.first_kept(num_tokens) : end] for group, table in pairs]
 
     def swap_out(self, choice: Choice) -> list[tuple[int, int]]:
-        """Keep the confirmed tokens of a choice that is to lose its blocks; there must be room. What is to be swapped
-        out for it, as in StepPlan."""
+        """Save the confirmed tokens of a choice that is about to lose its blocks, and return the swap-outs, as in
+        StepPlan. There must be enough free swap blocks."""
         swap_outs: list[tuple[int, int]] = []
         choice.num_swapped = choice.num_confirmed
         for group, block_ids in zip(self.groups, self.to_swap(choice), strict=True):
@@ -265,7 +264,7 @@ class KvCache:
         return found
 
     def grow(self, choice: Choice, num_tokens: int) -> Growth:
-        """Make the tables fit to write tokens [num_computed, num_tokens). `missing` blocks must be free."""
+        """Prepare the tables for writing tokens [num_computed, num_tokens). `missing` blocks must be free."""
         wanted, growth = self.blocks_for(num_tokens), NO_GROWTH
         choice.tables = self._tables(choice)
         for place, group in enumerate(self.groups):
@@ -287,8 +286,8 @@ class KvCache:
         return growth
 
     def commit(self, choice: Choice, num_computed: int) -> None:
-        """A worker has computed this many leading tokens, all known by now: full blocks enter the prefix cache, and
-        what lies behind a window is let go."""
+        """A worker has computed this many leading tokens, all known by now: register full blocks in the prefix cache
+        and free those that have left a window."""
         choice.num_confirmed = num_computed
         num_full = num_computed // self.block_size
         if num_full <= choice.num_registered or not self._heeds_full:
@@ -309,13 +308,13 @@ class KvCache:
         choice.tables = []
 
     def free_swapped(self, choice: Choice) -> None:
-        """Give up what was swapped out, if anything was."""
+        """Free the swap blocks, if any."""
         for group, kept in zip(self.groups, choice.swapped, strict=False):
             group.swap_pool.free(kept.held)
         choice.swapped, choice.num_swapped = [], 0
 
     def num_shared(self, block_ids: Sequence[Sequence[int]]) -> Counts:
-        """How many of these blocks have another user, and so will be there when this one is gone."""
+        """How many of these blocks have another user, and so survive this one."""
         pairs = zip(self.groups, block_ids, strict=True)
         return [sum(group.pool.ref_counts[block] > 1 for block in ids) for group, ids in pairs]
 
@@ -323,16 +322,16 @@ class KvCache:
         return choice.tables or [Table() for _ in self.groups]
 
     def _shared_indices(self, choice: Choice, group: Group, ids: Sequence[int], end: int) -> Sequence[int]:
-        """Entries of a table in the way of writing from the first token that is not computed up to place `end`: blocks
-        with another user."""
+        """Indices of table entries, from the first token not computed up to place `end`, whose blocks have another user
+        and so must not be written."""
         first, refs = choice.num_computed // self.block_size, group.pool.ref_counts
         if first >= len(ids):
             return ()
         return [index for index in range(first, min(end, len(ids))) if refs[ids[index]] > 1]
 
     def cached_prefix(self, choice: Choice) -> Prefix:
-        """The longest one that all groups have: whichever lacks a block ends it before that, for the others, too. All
-        there is for a request that is not here yet: what rows it has are another worker's."""
+        """The longest cached prefix that all groups have: a block missing in one group ends it for all. For a request
+        not yet here this is the only prefix: any rows that it has are on another worker."""
         if not self._prefix_cache or choice.owes_prompt_logprobs:
             return self._nothing
         num_blocks = (choice.num_tokens - 1) // self.block_size
@@ -346,7 +345,7 @@ class KvCache:
         return Prefix(tables, num_blocks * self.block_size, self._nothing.swapped)
 
     def _forked_prefix(self, choice: Choice) -> Prefix:
-        """None of a sibling that has let go of what is read next."""
+        """A sibling's prompt; nothing if the sibling has freed blocks that would be read next."""
         sibling = fork_source(choice.request)
         if sibling is None:
             return self._nothing
@@ -359,7 +358,7 @@ class KvCache:
         return Prefix(tables, num_tokens, self._nothing.swapped)
 
     def _names(self, choice: Choice, num_blocks: int) -> list[bytes]:
-        """Names of at least the first `num_blocks` blocks. Choices of one request hash their prompt once."""
+        """Names of at least the first `num_blocks` blocks. The choices of a request hash their prompt only once."""
         chain = choice.chains.get(self.block_size)
         if chain is None:
             chain = HashChain(choice.request.record.cache_salt, self.block_size, choice.request.adapter_digest)

@@ -1,7 +1,7 @@
 """At every moment a request has exactly one reason why it is not finished yet; the ledger adds up the time per reason.
 
-Because one cause ends where the next begins, the entries sum to the request's latency by construction. What a scheduler
-has done is added up in `Totals`.
+Because one cause ends where the next begins, the entries sum to the request's latency by construction. `Totals` counts
+the work of a scheduler.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class Cause(StrEnum):
 
     QUEUED_NO_WORKER = "queued_no_worker"  # no worker has taken the request yet
     QUEUED_BEHIND = "queued_behind"  # behind earlier requests, or until the next step is planned
-    QUEUED_BLOCKS = "queued_blocks"  # first in line, but too few free KV blocks
+    QUEUED_BLOCKS = "queued_blocks"  # first in line, but not enough free KV blocks
     QUEUED_BUDGET = "queued_budget"  # first in line, but the steps' token budget is used up
-    QUEUED_ROWS = "queued_rows"  # first in line, but as many rows run as the worker holds
-    QUEUED_ADAPTERS = "queued_adapters"  # first in line, but its rows have as many other adapters as the worker holds
+    QUEUED_ROWS = "queued_rows"  # first in line, but the worker's rows are all in use
+    QUEUED_ADAPTERS = "queued_adapters"  # first in line, but rows use as many other adapters as the worker can hold
     PREFILL = "prefill"  # first row planned until first token
     DECODE = "decode"
-    PREEMPTED = "preempted"  # lost its blocks: waiting, and computing again what was there
+    PREEMPTED = "preempted"  # lost its blocks: waiting, and recomputing them
     REPLAYING = "replaying"  # lost its worker: the same, elsewhere
 
 
@@ -42,20 +42,20 @@ class Ledger:
         self._closed = False
 
     def enter(self, cause: Cause, now: float) -> None:
-        """From `now` on time passes because of `cause`. A closed ledger takes no more entries (ValueError)."""
+        """Attribute the time from `now` on to `cause`. A closed ledger takes no more entries (ValueError)."""
         if self._closed:
             raise ValueError(f"the ledger is closed; {cause} comes too late")
         self._settle(now)
         self.cause = cause
 
     def close(self, now: float) -> None:
-        """The request has its ending."""
+        """Close the ledger when the request ends."""
         self.enter(self.cause, now)
         self._closed = True
 
     def entries(self) -> list[LedgerEntry]:
-        """In the order the causes first appeared; they sum to the time from opening to the last change. Causes that
-        took no time are left out."""
+        """Entries in order of first appearance; they sum to the time from opening to the last change. Causes that took
+        no time are left out."""
         return [LedgerEntry(cause.value, spent) for cause, spent in self._spent.items() if spent]
 
     def _settle(self, now: float) -> None:
@@ -65,8 +65,8 @@ class Ledger:
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """Since the scheduler was made. `draft_tokens` were tried, `accepted_draft_tokens` of them became output; of
-    `preemptions` so many kept their K and V in swap blocks."""
+    """Counts since the scheduler was made. Of the `draft_tokens` verified, `accepted_draft_tokens` became output; of
+    the `preemptions`, `swap_preemptions` kept their K and V in swap blocks."""
 
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0

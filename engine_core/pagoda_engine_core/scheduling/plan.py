@@ -1,7 +1,7 @@
-"""One step under construction: what it may still cost, what it changes, and what its result must answer.
+"""A step under construction: its remaining budget, its changes, and the checks that its result must pass.
 
-Rows that need a single token (decodes) are promised their token before any chunk of a prompt is granted, so a long
-prompt slows a stream by the length of a step but never skips it.
+Rows that need a single token (decodes) are promised it before any prompt chunk is granted, so a long prompt delays a
+stream by the length of a step but never makes it skip one.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from pagoda_proto.steps import (
 )
 
 MESSAGE_BYTES = MAX_FRAME_BYTES * 3 // 4
-"""What rows may put into one plan or one result; the rest is for all that is small."""
+"""Most bytes that rows may put into one plan or one result; the rest of the frame is for everything small."""
 TOKEN_BYTES = 5 + MAX_KV_GROUPS
-"""Of a token in a plan, at most: its id, and its part of a block's ids and of a swap, in each group."""
+"""Most bytes of a token in a plan: its id, and its share of a block's ids and of a swap, in each group."""
 
 
 def row_bytes(choice: Choice) -> int:
-    """Of the plan that makes it a row."""
+    """Bytes it takes in the plan that makes it a row."""
     return choice.num_tokens * TOKEN_BYTES + choice.request.row_bytes
 
 
 class Budget:
     """Tokens of one step. `promised` of them belong to decodes that have not asked yet. Without a `chunk_size` prompts
-    are granted whole or not at all: one that is longer than a step has one for itself."""
+    are granted whole or not at all, and one longer than a step gets a step to itself."""
 
     __slots__ = ("_chunk_size", "_promised", "_tokens", "_untouched")
 
@@ -56,33 +56,33 @@ class Budget:
 
     @property
     def keeps_promises(self) -> bool:
-        """Whether there is a token for every decode. Then it does not matter to others who asks for his, and when."""
+        """Whether there is a token for every decode. If so, decodes need not ask for theirs in any order, or at all."""
         return self._promised <= self._tokens
 
     @property
     def left(self) -> int:
-        """Tokens nobody has a promise on."""
+        """Tokens that are not promised."""
         return max(0, self._tokens - self._promised)
 
     def fits(self, wanted: int) -> bool:
-        """Whether some of `wanted` would be granted now, or all of it where that must be."""
+        """Whether `grant` would grant anything now: some of `wanted`, or all of it without a `chunk_size`."""
         if self._chunk_size is None:
             return wanted <= self.left or self._tokens == self._untouched
         return self.left > 0
 
     def grant_promised(self) -> int:
-        """The one token of a decode, or 0 when there are more decodes than tokens."""
+        """Grant a decode its token; 0 if the tokens are used up."""
         self._promised -= 1
         return self._take(min(1, self._tokens))
 
     def grant(self, wanted: int) -> int:
-        """As much of `wanted` as fits: at most one chunk."""
+        """Grant as much of `wanted` as fits, at most one chunk."""
         if self._chunk_size is None:
             return self._take(wanted if self.fits(wanted) else 0)
         return self._take(min(wanted, self._chunk_size, self.left))
 
     def grant_drafts(self, count: int) -> None:
-        """The caller has seen that so many are `left`."""
+        """Take `count` tokens for drafts. The caller has checked that they are `left`."""
         self._take(count)
 
     def _take(self, tokens: int) -> int:
@@ -91,14 +91,14 @@ class Budget:
 
 
 def reports(choices: Iterable[Choice]) -> bool:
-    """Whether a step with these tells log-probabilities of a prompt, and so computes the logits of all its tokens."""
+    """Whether a step with these reports prompt log-probabilities, and so computes the logits of all prompt tokens."""
     return any(choice.owes_prompt_logprobs for choice in choices)
 
 
 class Flight(NamedTuple):
-    """A plan whose result is not back yet, and whom it was for: rows that decode, and chunks.
+    """A plan whose result has not arrived: its decoding rows and its chunks.
 
-    A choice whose `row_id` has changed meanwhile was finished, preempted or replayed; its part of the result is void.
+    A choice whose `row_id` has changed since was finished, preempted or replayed; its part of the result is void.
     """
 
     step: int
@@ -111,7 +111,7 @@ class Flight(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Drafts do not count."""
+        """Tokens without drafts."""
         return len(self.rows.row_ids) + sum(chunk.num_tokens for _, chunk in self.chunks)
 
     @property
@@ -119,7 +119,7 @@ class Flight(NamedTuple):
         return reports(choice for choice, _ in self.chunks)
 
     def present(self) -> Iterator[Choice]:
-        """Whose rows are still there."""
+        """Choices that still have the row of this plan."""
         yield from (
             choice
             for choice, row_id in zip(self.rows.choices, self.rows.row_ids, strict=True)
@@ -128,11 +128,11 @@ class Flight(NamedTuple):
         yield from (choice for choice, chunk in self.chunks if choice.row_id == chunk.row_id)
 
     def tokens(self, result: StepResult) -> list[int]:
-        """What `result` says of the rows that decode, a token each or NO_TOKEN."""
+        """The token of each decoding row in `result`, or NO_TOKEN."""
         return result.tokens or [NO_TOKEN] * len(self.rows.row_ids)
 
     def apply(self, result: StepResult, kv: KvCache, news: News) -> Iterator[tuple[Choice, Chunk, RowOutput | None]]:
-        """Take the tokens of rows that decode where that is all; everything else is handed out, in order."""
+        """Take the tokens of decoding rows that need no more, and yield all other output, in order."""
         outputs = {output.row_id: output for output in result.outputs}
         for choice, row_id, token in apply_tokens(self.rows, self.tokens(result), kv, news):
             output = outputs.get(row_id) if token == NO_TOKEN else RowOutput(row_id, [token])
@@ -142,7 +142,7 @@ class Flight(NamedTuple):
                 yield choice, chunk, outputs.get(chunk.row_id)
 
     def check(self, result: StepResult) -> None:
-        """Raises PagodaError PROTOCOL_ERROR, before anything is changed, when `result` does not answer this plan."""
+        """Raises PagodaError PROTOCOL_ERROR, before anything changes, if `result` does not answer this plan."""
         if result.step != self.step:
             raise _protocol_error(f"result of step {self.step} expected, got {result.step}")
         outputs = {output.row_id: output for output in result.outputs}
@@ -211,13 +211,13 @@ def _protocol_error(message: str) -> PagodaError:
 
 
 class PlanBuilder:
-    """Collects a StepPlan. `reserved_blocks`: free blocks, of each group, that running rows still need for tokens they
+    """Collects a StepPlan. `reserved_blocks`: free blocks, by group, that running rows still need for tokens they
     already have."""
 
     def __init__(self, budget: Budget, num_groups: int = 1) -> None:
         self.budget = budget
         self.reserved_blocks = [0] * num_groups
-        self.preempted = False  # somebody had to give up his blocks
+        self.preempted = False  # a choice had to give up its blocks
         self._new_rows: list[NewRow] = []
         self._bytes_left = MESSAGE_BYTES
         self._append_blocks: list[AppendBlocks] = []
@@ -225,8 +225,8 @@ class PlanBuilder:
         self._swap_ins: list[tuple[int, int]] = []
         self._block_copies: list[tuple[int, int]] = []
         self.decodes: list[Choice] = []  # running rows that compute one token, in order
-        self._num_drafts: dict[int, int] = {}  # that they may try, by row id
-        self._last_tokens: list[tuple[Choice, Chunk]] = []  # chunks of new rows that compute one
+        self._num_drafts: dict[int, int] = {}  # granted drafts, by row id
+        self._last_tokens: list[tuple[Choice, Chunk]] = []  # one-token chunks of new rows
         self._chunks: list[tuple[Choice, Chunk]] = []
 
     @property
@@ -237,18 +237,18 @@ class PlanBuilder:
         self.reserved_blocks = [one + other for one, other in zip(self.reserved_blocks, blocks, strict=True)]
 
     def takes(self, choice: Choice) -> bool:
-        """Whether the row goes into the message: one that the worker knows does, and so does one alone."""
+        """Whether the row fits into the message. Rows that the worker knows always do; so does the first new row."""
         return choice.launched or not self._new_rows or row_bytes(choice) <= self._bytes_left
 
     def start_row(self, choice: Choice, growth: Growth, swap_ins: list[tuple[int, int]]) -> None:
-        """`choice` becomes a row. Its block tables travel with it, so of its growth only copies remain to do."""
+        """Add `choice` as a new row. Its block tables travel with it, so only the copies of its growth are added."""
         self._swap_ins += swap_ins
         self._block_copies += growth.copies
         self._new_rows.append(_new_row(choice))
         self._bytes_left -= row_bytes(choice)
 
     def grow_row(self, choice: Choice, growth: Growth) -> None:
-        """The table of a choice that runs has grown; one that the worker never heard of starts with it."""
+        """Add the growth of a running choice's tables; a row that the worker does not know yet starts with it."""
         row_id = choice.row_id
         if not choice.launched:
             self.start_row(choice, growth, [])
@@ -260,22 +260,22 @@ class PlanBuilder:
             self._block_copies += growth.copies
 
     def compute(self, choice: Choice, num_tokens: int) -> None:
-        """Let the row compute its next `num_tokens`, and sample if that is all it has. Running rows with a single token
-        are `decodes`."""
+        """Let the row compute its next `num_tokens`, and sample if no tokens are left after them. Running rows with a
+        single token are in `decodes` instead."""
         distance = choice.distance
         chunk = Chunk(choice.row_id, choice.num_computed, num_tokens, num_tokens == distance)
         (self._last_tokens if distance == 1 else self._chunks).append((choice, chunk))
 
     def allow_drafts(self, choice: Choice, num_drafts: int) -> None:
-        """Let a row among `decodes`, grown to hold them, try so many drafts."""
+        """Grant drafts to a row of `decodes` whose tables have room for them."""
         self._num_drafts[choice.row_id] = num_drafts
         self.budget.grant_drafts(num_drafts)
 
     def launch(
         self, step: int, before: DecodingRows, finished_rows: list[int], swap_outs: list[tuple[int, int]]
     ) -> tuple[StepPlan, Flight]:
-        """The plan is final: move its choices to where they will be once it is done. `before` are the rows that decode
-        in the plan before this one."""
+        """Finish the plan, and move its choices to where they will be once it is done. `before` are the decoding rows
+        of the previous plan."""
         drafting = self._drafting()
         chunks = drafting + self._last_tokens + self._chunks
         for choice, chunk in chunks:
@@ -299,7 +299,7 @@ class PlanBuilder:
         return plan, Flight(step, rows, chunks)
 
     def _drafting(self) -> list[tuple[Choice, Chunk]]:
-        """In a step with drafts every row that decodes has a chunk: where it goes on is known when it is done."""
+        """A chunk for each decoding row of a step with drafts, since where it continues is known only afterwards."""
         if not self._num_drafts:
             return []
         for choice in self.decodes:
@@ -311,7 +311,7 @@ class PlanBuilder:
 def _new_row(choice: Choice) -> NewRow:
     request, params, task = choice.request, choice.request.params, choice.request.record.task
     if params.prompt_logprobs is not None and not choice.owes_prompt_logprobs:
-        params = msgspec.structs.replace(params, prompt_logprobs=None)  # told already, or told by choice 0
+        params = msgspec.structs.replace(params, prompt_logprobs=None)  # already reported, or reported by choice 0
     return NewRow(
         row_id=choice.row_id,
         token_ids=choice.tokens(0, choice.num_tokens),

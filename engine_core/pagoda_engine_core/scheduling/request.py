@@ -1,12 +1,12 @@
-"""A request is its record plus the output tokens so far; whatever else is known of it can be lost and computed again.
+"""A request is its record plus the output tokens so far; all other state can be lost and recomputed.
 
     Request   one record on its way to its one ending: choices, ledger, usage
-    Choice    one of its n continuations: output tokens for ever; row, blocks and progress only while on a worker
+    Choice    one of its n continuations: output tokens for good; row, blocks and progress only while on a worker
 
-In a beam search a choice is one of the beams, and another one after each step: it has a token to compute while what may
-follow is not found, and nothing until that is known of all beams. What its tokens are, is told at the end.
+In a beam search a choice is a beam, possibly a different one after each step: it has one token to compute until its
+candidates are known, then none until all beams have theirs. Its tokens are reported only at the end.
 
-Requests make their own deltas, so that a request ends in one way whether a scheduler, or nobody, holds it.
+Requests make their own deltas, so a request ends in the same way whether or not a scheduler holds it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NO_ROW = -1
 class ChoiceState(StrEnum):
     WAITING = "waiting"  # not started on this worker
     RUNNING = "running"  # has a row
-    PREEMPTED = "preempted"  # had a row, and waits to compute its tokens again
+    PREEMPTED = "preempted"  # had a row, and waits to resume
     FINISHED = "finished"
 
 
@@ -60,9 +60,9 @@ class Ending(NamedTuple):
 
 class Choice:
     """One continuation. `num_computed` counts tokens whose KV is computed once all plans in flight are done;
-    `num_pending` tokens those plans will sample. With drafts in flight both are known from below only, so the choice
-    waits for the result. Scheduler and KvCache write what follows `order`; the marks `.._until` and `heed_at` are
-    explained in `decoding`.
+    `num_pending` counts tokens that those plans will sample. With drafts in flight both are only lower bounds, so the
+    choice waits for the result. Scheduler and KvCache write the fields after `order`; `decoding` explains the marks
+    `.._until` and `heed_at`.
     """
 
     __slots__ = (
@@ -79,20 +79,20 @@ class Choice:
         self.output_ids: list[int] = []
         self.max_outputs = request.max_output_tokens if request.search is None else int(index == 0)  # for now
         self.state = ChoiceState.WAITING
-        self.order: tuple[float, ...] = ()  # place in the policy's order, fixed when a scheduler takes the request
+        self.order: tuple[float, ...] = ()  # in the policy's order, fixed when a scheduler takes the request
         self.row_id = NO_ROW
-        self.launched = False  # a plan that computes for this row has been made
-        self.tables: list[Table] = []  # of each group of its worker, all as long as each other; none without blocks
+        self.launched = False  # a plan that computes this row has been made
+        self.tables: list[Table] = []  # one for each group, all of equal length; empty without blocks
         self.num_computed = 0
-        self.num_confirmed = 0  # of these, so many according to results; without a prefix hit until the first is in
+        self.num_confirmed = 0  # of these, confirmed by results; excludes a prefix hit until the first
         self.num_pending = 0
-        self.num_drafts = 0  # what the worker last said it would try
+        self.num_drafts = 0  # as last proposed by the worker
         self.num_drafting = 0  # drafts that the plan in flight allows
-        self.num_registered = 0  # leading blocks that are full and were offered to the prefix cache
-        self.swapped: list[Table] = []  # swap blocks: while preempted, what is kept of `num_swapped` leading tokens
+        self.num_registered = 0  # leading full blocks that were offered to the prefix cache
+        self.swapped: list[Table] = []  # swap blocks of `num_swapped` leading tokens, while preempted
         self.num_swapped = 0
         self.quiet_until = self.plain_until = self.heed_at = 0
-        self.chains: dict[int, HashChain] = {}  # by block size, so that workers compare it without hashing anew
+        self.chains: dict[int, HashChain] = {}  # by block size: hashed once for all workers
 
     @property
     def live(self) -> bool:
@@ -105,8 +105,8 @@ class Choice:
 
     @property
     def distance(self) -> int:
-        """Tokens to compute before the next can be sampled; 0 while the last one it may have is being sampled, or
-        nobody knows how many are."""
+        """Tokens to compute before the next can be sampled; 0 while its last allowed token is being sampled, or an
+        unknown number of drafts is in flight."""
         num_outputs = len(self.output_ids) + self.num_pending
         if num_outputs >= self.max_outputs or self.num_drafting:
             return 0
@@ -114,7 +114,7 @@ class Choice:
 
     @property
     def draft_room(self) -> int:
-        """Drafts that the worker would try with the next token to be planned, and that the choice could keep."""
+        """Drafts that the worker proposes for the next planned token, as far as the choice could keep them."""
         num_outputs = len(self.output_ids) + self.num_pending
         return max(0, min(self.num_drafts, self.max_outputs - num_outputs - 1))
 
@@ -138,14 +138,14 @@ class Choice:
         self.num_drafts = num_drafts
 
     def become_row(self, row_id: int) -> None:
-        """One that the worker is yet to be told of."""
+        """Take a row that the worker does not know yet."""
         self.row_id, self.state = row_id, ChoiceState.RUNNING
         self.launched = False
         self.quiet_until = self.plain_until = self.heed_at = 0
 
     def leave_worker(self, state: ChoiceState) -> None:
-        """Forget everything that a worker would have to hold, but keep what a preempted choice has swapped out. The
-        blocks have been freed, or are lost with their worker."""
+        """Forget all state held on a worker, except the swapped-out blocks of a preempted choice. The other blocks have
+        been freed, or were lost with their worker."""
         self.state = state
         self.row_id = NO_ROW
         self.launched = False
@@ -160,15 +160,15 @@ class Choice:
 
 
 class Request:
-    """What is known here of one record.
+    """One record and its state.
 
-    `deaths` counts losses of a worker that the request may have caused, `silences` are the incarnations of those that
-    were only silent, `lost_lives` counts all in which it had a row, each since its last new token; the router writes
-    them. `num_rows`, `started` and the usage counters are the scheduler's that holds it. Once `begun`, its tokens come
-    from the same weights and numerics to its end.
+    `deaths` counts losses of a worker that the request may have caused, `silences` holds the incarnations of workers
+    that were only silent, `lost_lives` counts all losses while it had a row; each since its last new token. The router
+    writes them; the scheduler that holds the request writes `num_rows`, `started` and the usage counters. Once `begun`,
+    all its tokens come from the same weights and numerics.
 
-    Whoever makes one has checked that `resume` fits the record: at most one entry for each of its choices. A `search`
-    begins anew, for nothing is told of it before its end; `params` are then what each of its rows is asked.
+    The caller has checked that `resume` fits the record: at most one entry for each choice. A `search` always starts
+    over, since nothing of it is reported before its end; `params` are then those of each of its rows.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Request:
         self.stop_ids = frozenset(self.eos_token_ids + self.params.stop_token_ids)
         self.search = self._search() if self.params.use_beam_search else None
         carried = self.params, self.eos_token_ids, record.adapter, record.cache_salt
-        # What each of its rows is told beside its tokens; functions stay in this process.
+        # Each row is sent these besides its tokens; functions stay in this process.
         self.row_bytes = len(msgspec.msgpack.encode(carried, enc_hook=repr))
         self.choices = [Choice(self, index) for index in range(self.params.n)]
         if self.search is None:
@@ -223,16 +223,16 @@ class Request:
 
     @property
     def pools(self) -> bool:
-        """Whether its prompt is read, and not continued: a vector is its one output."""
+        """Whether its prompt is read, not continued: its one output is a vector."""
         return isinstance(self.record.task, Pool)
 
     @property
     def resumes(self) -> bool:
-        """Whether there is something to replay: a row was lost, or tokens came with the request."""
+        """Whether there is something to replay: it has had a row, or came with tokens."""
         return self.started or any(choice.output_ids for choice in self.choices)
 
     def leave_worker(self, now: float) -> None:
-        """Its worker is lost, and with it all but its tokens."""
+        """Forget everything but its tokens: its worker is lost or has given it up."""
         for choice in self.live_choices:
             choice.leave_worker(ChoiceState.WAITING)
         self.num_rows = 0
@@ -240,23 +240,23 @@ class Request:
         self.ledger.enter(Cause.REPLAYING if self.resumes else Cause.QUEUED_NO_WORKER, now)
 
     def lose_track(self, now: float) -> list[Delta]:
-        """Nobody knows any more where it is."""
+        """Fail it with an internal error: its state in the scheduler is lost."""
         return self.fail(ErrorCode.INTERNAL, "the scheduler lost track of this request", now)
 
     def number_streams(self, first: int) -> None:
-        """Where the tokens of choice i go is known there by the number `first` + i."""
+        """Number its streams: the receiver knows choice i as stream `first` + i."""
         for choice in self.choices:
             choice.stream = msgspec.structs.replace(choice.stream, number=first + choice.index)
 
     def named(self, choices: Collection[int]) -> list[Choice]:
-        """The live ones of these choices; of none, all. Of a search that is all or none: which is which, is known at
-        its end."""
+        """Those of these choices that are live; all live ones if `choices` is empty. For a search this is all or none,
+        because which beam becomes which choice is known only at its end."""
         live = self.live_choices
         named = [choice for choice in live if not choices or choice.index in choices]
         return [] if self.search is not None and len(named) < len(live) else named
 
     def begin(self, model_fingerprint: str, numerics_id: str) -> Begun | None:
-        """Its first token was made by a worker of these. What the client is to be told of that, once."""
+        """Bind it to the weights and numerics of its first token. Returns what to report of that, once."""
         if self.begun is not None:
             return None
         self.begun = Begun(
@@ -265,10 +265,10 @@ class Request:
         return self.begun
 
     def settle(self, now: float) -> list[Delta]:
-        """Endings owed before anything runs: choices whose prior tokens already end them.
+        """Finish choices that their prior tokens already end, before anything runs.
 
-        If all choices came finished, the request still gets its one ending, on the last choice: the one that an earlier
-        attempt told; if the tokens do not show it, the choice was cut short from outside.
+        If all choices arrive finished, the request still gets its one ending, on the last choice: the ending that an
+        earlier attempt reported, or an abort if the tokens do not show one.
         """
         endings = [(choice, self.ending_of(choice)) for choice in self.live_choices]
         deltas = [self.finish(choice, ending, now) for choice, ending in endings if ending]
@@ -278,7 +278,7 @@ class Request:
         return deltas
 
     def add_output(self, choice: Choice, output: RowOutput, now: float) -> tuple[Delta, int, Ending | None]:
-        """What a row has yielded: the delta that tells of it, how many outputs were kept, and the ending."""
+        """Add a row's output: returns its delta, how many outputs were kept, and the ending, if any."""
         if self.pools:
             delta = self.delta(choice, 0)
             delta.result = Pooled(data=output.pooled)
@@ -289,9 +289,9 @@ class Request:
     def add_tokens(
         self, choice: Choice, token_ids: Sequence[int], logprobs: list[TopLogprobs] | None, now: float
     ) -> tuple[Delta, Ending | None]:
-        """Append sampled tokens up to the first that ends the choice; what follows it is dropped.
+        """Append sampled tokens up to the first that ends the choice, and drop the rest.
 
-        The delta that tells of them, and the ending, with which it is to be finished.
+        Returns their delta and the ending, if any; the caller then finishes the choice.
         """
         tokens = Tokens(first_index=len(choice.output_ids), token_ids=[])
         delta = self.delta(choice, 0)
@@ -311,17 +311,17 @@ class Request:
         return delta, ending
 
     def ending_of(self, choice: Choice) -> Ending | None:
-        """How the tokens of `choice` end it, if they do. A stop token at output position < min_tokens does not."""
+        """How its tokens end `choice`, if they do. A stop token at an output position < min_tokens does not."""
         num_outputs = len(choice.output_ids)
         if num_outputs > self.params.min_tokens and choice.output_ids[-1] in self.stop_ids:
             return Ending(FinishReason.STOP, choice.output_ids[-1])
         return Ending(FinishReason.LENGTH) if num_outputs >= self.max_output_tokens else None
 
     def finish(self, choice: Choice, ending: Ending, now: float, delta: Delta | None = None) -> Delta:
-        """End a live choice, in `delta` or one of its own; the last one carries usage and ledger."""
+        """End a live choice, in `delta` or a new one; a request's last delta carries usage and ledger."""
         choice.state = ChoiceState.FINISHED
         if delta is None:
-            choice.output_ids = choice.output_ids if self.search is None else []  # of which nothing was told
+            choice.output_ids = choice.output_ids if self.search is None else []  # none were reported
             delta = self.delta(choice, len(choice.output_ids))
         delta.finish_reason = ending.reason
         if isinstance(delta.result, Tokens):
@@ -340,11 +340,11 @@ class Request:
         return [self.finish(choice, ending, now) for choice in self.live_choices]
 
     def let_go(self) -> None:
-        """It has ended. Its choices know it: if it knew them, its prompt would stay until garbage is looked for."""
+        """Break the reference cycle with its choices after its end: its prompt must not wait for garbage collection."""
         self.choices = []
 
     def note_progress(self, now: float) -> None:
-        """A worker has made something of it."""
+        """A worker has produced output for it."""
         self.deaths = self.lost_lives = 0
         self.silences.clear()
         if self.ledger.cause is not Cause.DECODE:
@@ -360,13 +360,13 @@ class Request:
             self.ledger.enter(Cause.PREFILL, now)
 
     def note_idle(self, now: float) -> None:
-        """The last row has gone: choices left were preempted, or have yet to start. What resumes keeps its cause."""
+        """Its last row is gone: the remaining choices were preempted or have not started. A replay keeps its cause."""
         if self.ledger.cause in (Cause.PREFILL, Cause.DECODE):
             preempted = any(choice.state is ChoiceState.PREEMPTED for choice in self.choices)
             self.ledger.enter(Cause.PREEMPTED if preempted else Cause.QUEUED_BEHIND, now)
 
     def note_blocked(self, cause: Cause, now: float) -> None:
-        """First in line and still waiting, because of `cause`. What resumes keeps its own cause."""
+        """It is first in line and waits because of `cause`. A request that resumes keeps its own cause."""
         if not self.num_rows and self.ledger.cause in QUEUED and self.ledger.cause is not cause:
             self.ledger.enter(cause, now)
 
@@ -383,7 +383,7 @@ class Request:
                 choice.state = ChoiceState.FINISHED
 
     def delta(self, choice: Choice, first_index: int) -> Delta:
-        """That there is nothing new of `choice`, after so many tokens."""
+        """A delta of `choice` with no new output, at output position `first_index`."""
         nothing = nothing_of(self.record.task, first_index)
         return Delta(request_id=self.request_id, attempt=self.attempt, choice=choice.index, result=nothing)
 

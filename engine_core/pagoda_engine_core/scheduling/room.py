@@ -1,9 +1,9 @@
-"""A worker has room for a request that can begin in its next step; whoever cannot waits where all workers see it.
+"""A worker has room for a request that can start in its next step; other requests wait where all workers see them.
 
-What counts against the room are the worker's own: what running rows take in the next step, and all that its waiting
-choices (preempted ones, siblings) will take. And bytes: what rows that are yet to come to it put into its plan, and
-what all of them are read as, since they may end in one step: each is one message, and a larger one than its receiver
-takes would cost the worker.
+The worker's own choices count against its room: what running rows take in the next step, and everything that waiting
+ones (preempted, siblings) will take. Message bytes count too: those that new rows add to the plan, and the vectors of
+all rows that pool, which may end in the same step. Plan and result are one message each, and one larger than its
+receiver accepts would cost the worker.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pagoda_proto.records import Pool
 
 
 class Need(NamedTuple):
-    """What a request takes when it begins: rows at once or later, tokens of the first step, blocks of all it knows, a
-    place for its adapter, if it has one and no other row has the same, and of a message."""
+    """What a request takes when it starts: rows (at once or later), tokens of the first step, blocks of all its known
+    tokens, a place for its adapter if no other row uses it, and bytes of a message."""
 
     rows: int
     tokens: int
@@ -33,8 +33,8 @@ class Need(NamedTuple):
 
 
 class Room:
-    """Rows, tokens, blocks, places for adapters and bytes of its messages that the next step of one worker has left.
-    `pooled_width`: see `Hello`."""
+    """Rows, tokens, blocks, adapter places and message bytes that one worker's next step has left. `pooled_width`: see
+    `Hello`."""
 
     def __init__(self, rows: int, budget: Budget, kv: KvCache, adapters: Adapters, pooled_width: int) -> None:
         self._bytes = MESSAGE_BYTES
@@ -46,12 +46,12 @@ class Room:
         self._kv = kv
 
     def without(self, running: Iterable[Choice], waiting: Iterable[Choice]) -> Room:
-        """This room, less what those take."""
+        """Subtract what these choices take from this room, and return it."""
         for choice in chain(running, waiting):
             self._bytes -= self._answer_bytes(choice) + (0 if choice.launched else row_bytes(choice))
             distance = choice.distance
             self._rows -= 1
-            if distance > 1 or choice.row_id == NO_ROW:  # a decode has its promise
+            if distance > 1 or choice.row_id == NO_ROW:  # decodes have promised tokens
                 self._budget.grant(distance)
             self._blocks = less(self._blocks, self._kv.shortage(choice, choice.num_computed + distance))
         return self
@@ -65,7 +65,7 @@ class Room:
         return self._rows < 1 or self._budget.left < 1
 
     def need(self, choices: Sequence[Choice], lifetime_blocks: int) -> Need:
-        """What a request needs whose live choices are these."""
+        """What a request with these live choices needs."""
         choice = next((choice for choice in choices if choice.distance), choices[0])
         prefix = self._kv.cached_prefix(choice)
         blocks = self._kv.admission_cost(prefix, choice.num_tokens, lifetime_blocks)
@@ -78,7 +78,7 @@ class Room:
         return answer_bytes(task.pooling, choice.num_tokens, self._pooled_width) if isinstance(task, Pool) else 0
 
     def lacks(self, need: Need) -> Cause | None:
-        """What keeps a request from beginning in the next step."""
+        """What keeps a request from starting in the next step."""
         if self._rows < 1:
             return Cause.QUEUED_ROWS
         if not self._adapters.fits(need.adapter):

@@ -42,9 +42,9 @@ class OrderedChoices:
 
 
 class Adapters:
-    """Digests of the adapters that rows of one worker have, of which there may be `most`.
+    """Digests of the adapters that one worker's rows use, at most `most` of them.
 
-    A worker that takes none says so of each row itself, so there is always a place for one.
+    There is always a place for one: a worker that takes no adapters refuses each such row itself.
     """
 
     def __init__(self, most: int, choices: Iterable[Choice]) -> None:
@@ -63,11 +63,11 @@ class Adapters:
 
 
 class Rows:
-    """Choices that have a row of a worker (`running`) and those that wait for one.
+    """Choices that have a row on a worker (`running`) and those that wait for one.
 
-    `dropped` are rows that the worker still holds: the next plan tells it. `num_requests` are requests with a row,
-    `queued_tokens` the prompt tokens of the others. Whoever leaves has given up his blocks. Rows have at most
-    `max_adapters` adapters at once.
+    `dropped` are rows that the worker still holds; the next plan tells it to drop them. `num_requests` counts requests
+    with a row, `queued_tokens` the prompt tokens of the others. A choice frees its blocks before it leaves. Rows use at
+    most `max_adapters` adapters at once.
     """
 
     def __init__(self, row_ids: Iterator[int], max_rows: int, max_adapters: int = 0) -> None:
@@ -79,7 +79,7 @@ class Rows:
         self._row_ids = row_ids
 
     def emptied(self) -> Rows:
-        """Of the same worker, without any."""
+        """Rows of the same worker, without choices."""
         return Rows(self._row_ids, self.max_rows, self.max_adapters)
 
     @property
@@ -87,7 +87,7 @@ class Rows:
         return self.max_rows - len(self.running)
 
     def lacks(self, choice: Choice) -> Cause | None:
-        """What keeps one that waits from getting a row, whatever it computes."""
+        """What keeps a waiting choice from getting a row, apart from tokens and blocks."""
         if self.num_free < 1:
             return Cause.QUEUED_ROWS
         fits = Adapters(self.max_adapters, self.running).fits(choice.request.adapter_digest)
@@ -95,11 +95,11 @@ class Rows:
 
     @property
     def adapters(self) -> Adapters:
-        """Of all that are here."""
+        """Adapters of all choices, running and waiting."""
         return Adapters(self.max_adapters, [*self.running, *self.waiting])
 
     def enter(self, choice: Choice) -> None:
-        """One that waits gets a row."""
+        """Give a waiting choice a row."""
         request = choice.request
         self.waiting.remove(choice)
         choice.become_row(next(self._row_ids))
@@ -110,7 +110,7 @@ class Rows:
             self.queued_tokens -= request.num_prompt_tokens
 
     def renew(self, choice: Choice) -> None:
-        """It goes on as another, in a row of its own."""
+        """Give a choice that continues from another beam a new row."""
         if choice.state is not ChoiceState.RUNNING:
             self.enter(choice)
             return
@@ -118,7 +118,7 @@ class Rows:
         choice.become_row(next(self._row_ids))
 
     def leave(self, choice: Choice, state: ChoiceState, now: float) -> None:
-        """A row goes."""
+        """Take a choice's row away."""
         request = choice.request
         self.running.remove(choice)
         self._drop(choice)
@@ -130,7 +130,7 @@ class Rows:
             request.note_idle(now)
 
     def preempt(self, choice: Choice, now: float) -> None:
-        """It goes on later, from what it has swapped out, or by computing again."""
+        """Let a choice wait to resume, from its swapped-out blocks or by recomputation."""
         if choice.state is ChoiceState.RUNNING:
             self.leave(choice, ChoiceState.PREEMPTED, now)
             self.waiting.add(choice)
@@ -139,10 +139,10 @@ class Rows:
 
     def _drop(self, choice: Choice) -> None:
         if choice.launched:
-            self.dropped.append(choice.row_id)  # else the worker never heard of it
+            self.dropped.append(choice.row_id)  # else the worker has never seen it
 
     def drop_rows(self, failed: Collection[int]) -> None:
-        """The worker has dropped these by itself."""
+        """Forget rows that the worker has dropped by itself."""
         self.dropped = [row_id for row_id in self.dropped if row_id not in failed]
 
     def take_dropped(self) -> list[int]:

@@ -1,10 +1,10 @@
-"""Computed tokens chase total tokens: every choice is some distance behind, and a step lets rows catch up.
+"""Each choice's computed tokens chase its total tokens; a step lets rows catch up.
 
-Prefill, chunked prefill, a prefix hit, a fork, decoding and computing again after preemption differ in that distance
-only. Total tokens include those that steps in flight will sample, so step n+1 can be planned before result n is in.
+Prefill, chunked prefill, prefix hit, fork, decode and recomputation after preemption differ only in the distance. Total
+tokens include those that steps in flight will sample, so step n+1 can be planned before result n arrives.
 
-The scheduler is data in, data out: integers, lists and `now`; no clock, no I/O, no tensors. One scheduler owns the rows
-and blocks of one worker; the engine loop is its only caller.
+The scheduler maps data to data: integers, lists and `now`; no clock, no I/O, no tensors. One scheduler owns the rows
+and blocks of one worker; only the engine loop calls it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pagoda_proto.steps import Chunk, Hello, RowError, RowOutput, StepPlan, Step
 
 
 class Scheduler:
-    """Decides what one worker computes in each step. `hello` is its offer, `row_ids` rise and are never used twice."""
+    """Decides what one worker computes in each step. `hello` is its offer; `row_ids` increase and are never reused."""
 
     def __init__(self, config: EngineConfig, hello: Hello, policy: Policy, row_ids: Iterator[int]) -> None:
         self._config = config
@@ -43,13 +43,13 @@ class Scheduler:
         self._speed = Speed(min(config.max_tokens_per_step, hello.max_tokens_per_step), config.prompt_step_s)
         self._preemption = Preemption(config.preemption, self._speed)
         self._requests: dict[str, Request] = {}
-        self._swap_outs: list[tuple[int, int]] = []  # what the next plan is to save of the rows it drops
+        self._swap_outs: list[tuple[int, int]] = []  # blocks the next plan saves of the rows it drops
         self._in_flight: deque[Flight] = deque()
         self._decoding = NOBODY  # in the last plan
         self._num_added = self._step = 0
         self.totals = Totals()  # read by others, written here only
 
-    # --- what others may ask -----------------------------------------------------------------------------------------
+    # --- queries -----------------------------------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
@@ -62,7 +62,7 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Their prompt tokens."""
+        """Prompt tokens of the waiting requests."""
         return self._rows.queued_tokens
 
     @property
@@ -82,44 +82,44 @@ class Scheduler:
         return self._kv.usage
 
     def fits(self, request: Request) -> bool:
-        """Whether one choice at its longest fits into all blocks. The last token sampled needs no KV."""
+        """Whether all blocks together hold one choice at its longest. The last token sampled needs no KV."""
         return not self._kv.unfit(request)
 
     def serves(self, request: Request) -> bool:
-        """Whether it could run here, now or later: it fits, and began, if it has, with this model and numerics."""
+        """Whether it could ever run here: it fits, and has not begun with another model or other numerics."""
         begun = request.begun
         bound = begun is None or (begun.model_fingerprint, begun.numerics_id) == self._identity
         return bound and self.fits(request)
 
     def room(self) -> Room:
-        """What the next step has left for requests that are not here yet."""
+        """The room that the next step has left for requests not yet added."""
         rows = self._rows
         awake = restless(rows.running)
-        num_free = rows.num_free + len(awake)  # the others take a row and what is promised
+        num_free = rows.num_free + len(awake)  # the others take a row and their promised tokens
         room = Room(num_free, self._budget(awake, 1), self._kv, rows.adapters, self._pooled_width)
         return room.without(awake, rows.waiting)
 
     def need(self, request: Request, room: Room) -> Need:
-        """What a request would take of the next step."""
+        """How much of the next step's room a request would take."""
         return room.need(request.live_choices, self._kv.lifetime_blocks(request))
 
     def requests_in(self, step: int) -> set[str]:
-        """The requests whose rows a step in flight computes."""
+        """The requests with rows in this step in flight."""
         flights = (flight for flight in self._in_flight if flight.step == step)
         return {choice.request.request_id for flight in flights for choice in flight.present()}
 
     def matched_tokens(self, request: Request) -> int:
-        """Leading tokens of the request that this worker's prefix cache holds right now."""
+        """Leading tokens of the request that are in this worker's prefix cache now."""
         return next((self._kv.matched_tokens(choice) for choice in request.live_choices), 0)
 
     def check_invariants(self) -> None:
-        """Raises BrokenInvariant when the books do not add up; for tests and idle moments."""
+        """Raises BrokenInvariant if the books do not balance; for tests and idle moments."""
         check_books(self._kv, self._requests.values(), self._rows, self._in_flight)
 
-    # --- requests come and go ----------------------------------------------------------------------------------------
+    # --- adding and removing requests --------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> list[Delta]:
-        """Take a request. The deltas are not empty if its prior tokens end choices, or if it can never fit."""
+        """Add a request. Returns deltas if its prior tokens end choices, or if it can never fit."""
         if request.request_id in self._requests:
             raise PagodaError(ErrorCode.INTERNAL, f"request {request.request_id} is here already", "request_id")
         deltas = request.settle(now)
@@ -129,7 +129,7 @@ class Scheduler:
             num_prompt, num_output = request.num_prompt_tokens, request.max_output_tokens
             message = f"{num_prompt} prompt tokens and up to {num_output} output tokens {unfit}"
             return deltas + request.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, now)
-        order = self._policy(request)  # one that raises leaves the books as they are
+        order = self._policy(request)  # before any change to the books, as it may raise
         request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_BEHIND, now)
         self._requests[request.request_id] = request
         self._rows.queued_tokens += request.num_prompt_tokens
@@ -141,7 +141,7 @@ class Scheduler:
         return deltas
 
     def abort(self, request_id: str, choices: Collection[int], now: float) -> list[Delta]:
-        """End these choices, or all if none is named. Unknown requests and choices are ignored."""
+        """End these choices, or all if none are named. Unknown requests and choices are ignored."""
         request = self._detach(request_id, choices, now)
         return self._close_if_ended(request, request.abort(choices, now)) if request else []
 
@@ -151,14 +151,14 @@ class Scheduler:
         return self._close_if_ended(request, request.fail(code, message, now)) if request else []
 
     def release(self, request_id: str, now: float) -> None:
-        """Another worker goes on with this request, from its tokens."""
+        """Give up a request that continues on another worker, from its tokens."""
         if request := self._detach(request_id, (), now):
             request.leave_worker(now)
             self._rows.queued_tokens -= self._requests.pop(request_id).num_prompt_tokens
 
     def take_back(self, now: float) -> list[Request]:
-        """The worker is lost: hand out all open requests, in order, with nothing but their tokens. The books are not
-        balanced but thrown away, so this works even when they are wrong."""
+        """The worker is lost: return all open requests, in order, with only their tokens. This discards the books
+        instead of balancing them, so it works even if they are wrong."""
         requests = sorted(self._requests.values(), key=lambda request: request.choices[-1].order)
         for request in requests:
             request.leave_worker(now)
@@ -169,14 +169,14 @@ class Scheduler:
         return requests
 
     def reset_prefix_cache(self) -> int:
-        """Forget cached blocks that no row uses; how many those were."""
+        """Forget cached blocks that no row uses, and return their number."""
         return self._kv.reset_cache()
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step; None when there is nothing to compute or drop, or it is better planned after the next result.
-        At most `max_steps_in_flight` plans may be unanswered (PagodaError INTERNAL)."""
+        """Plan the next step; None if there is nothing to compute or drop, or if it is better planned after the next
+        result. At most `max_steps_in_flight` plans may be unanswered (PagodaError INTERNAL)."""
         if len(self._in_flight) >= self._config.max_steps_in_flight:
             raise PagodaError(ErrorCode.INTERNAL, f"{len(self._in_flight)} steps are in flight already")
         rows = self._rows
@@ -190,7 +190,7 @@ class Scheduler:
         if drafting and not builder.preempted:
             grant_drafts(builder, self._kv, self._config.speculation_tokens)
         if builder.empty and not self._in_flight:
-            # Whoever has a row waits for a sibling that finds no room: beams, which lose nothing that they have found.
+            # Every row waits for a sibling that finds no room. These are beams, whose results survive preemption.
             for choice in list(rows.running):
                 self._preempt(choice, now)
         if builder.empty and not rows.dropped:
@@ -202,10 +202,10 @@ class Scheduler:
         return plan
 
     def apply(self, result: StepResult, now: float, news: News) -> None:
-        """Take the result of the oldest plan in flight; what came of it is put into `news`, also if a later row raises.
+        """Apply the result of the oldest plan in flight. `news` receives the outcome row by row, even if a row raises.
 
-        Raises PagodaError PROTOCOL_ERROR, with nothing changed, when it does not answer that plan. Output for rows that
-        were finished, preempted, aborted or taken back meanwhile is dropped.
+        Raises PagodaError PROTOCOL_ERROR, with nothing changed, if the result does not answer that plan. Output for
+        rows that have since been finished, preempted, aborted or taken back is dropped.
         """
         if not self._in_flight:
             raise PagodaError(ErrorCode.PROTOCOL_ERROR, f"no step is in flight, got the result of {result.step}")
@@ -226,17 +226,17 @@ class Scheduler:
         chunk_size = self._speed.chunk_tokens(self._kv.longest_chunk, tokens, decodes, prompts)
         return Budget(tokens, chunk_size if self._kv.keeps else None, decodes)
 
-    # --- how rows are planned ----------------------------------------------------------------------------------------
+    # --- planning rows -----------------------------------------------------------------------------------------------
 
     def _plan_running(self, builder: PlanBuilder, awake: Sequence[Choice], now: float) -> None:
-        """Let rows catch up, in order. Victims are never rows that this step has planned.
+        """Let rows catch up, in order. Rows that this step has planned are never preempted.
 
-        Whoever is not awake need not ask for the token that is promised to it, unless there are too few.
+        Choices that are not awake get their promised token without asking, unless the budget is too small.
         """
         for choice in awake if builder.budget.keeps_promises else list(self._rows.running):
             distance = choice.distance
             if choice.row_id == NO_ROW or not distance:
-                continue  # preempted meanwhile, or nothing is left to plan
+                continue  # preempted by this loop, or nothing left to plan
             if distance == 1:
                 self._plan_decode(choice, builder, now)
             else:
@@ -260,7 +260,7 @@ class Scheduler:
         builder.reserve(self._kv.shortage(choice, choice.num_tokens))
 
     def _hold(self, choice: Choice, num_tokens: int, builder: PlanBuilder, now: float) -> bool:
-        """Find blocks for its next tokens; False if it was the one to give up its own."""
+        """Find blocks for its next tokens, preempting from the end; False if that preempts `choice` itself."""
         target = choice.num_computed + num_tokens
         while self._kv.lacks(self._kv.missing(choice, target)):
             victim = self._rows.running[-1]
@@ -272,7 +272,7 @@ class Scheduler:
         return True
 
     def _plan_waiting(self, builder: PlanBuilder, now: float) -> None:
-        """Start rows in order until one does not fit; it is not overtaken, and its ledger says what it waits for."""
+        """Start rows in order until one does not fit. None overtakes it; its ledger records what it waits for."""
         index, waiting = 0, self._rows.waiting
         while index < len(waiting):
             choice = waiting[index]
@@ -285,9 +285,9 @@ class Scheduler:
                 return
 
     def _start(self, choice: Choice, builder: PlanBuilder, now: float) -> Cause | None:
-        """Make the first waiting choice a row, or say what it waits for. It must find room for all its known tokens and
-        a block to go on with, beside what running rows still need; otherwise it would soon be preempted and have
-        computed for nothing."""
+        """Make the first waiting choice a row, or return what it waits for. Besides what running rows still need, there
+        must be room for all its known tokens and one more block; otherwise it would soon be preempted and its
+        computation wasted."""
         if lacking := self._rows.lacks(choice):
             return lacking
         prefix = self._kv.lookup(choice)
@@ -311,14 +311,14 @@ class Scheduler:
         request.note_row(cached, now)
         self._rows.enter(choice)
         for sibling in request.choices:
-            sibling.quiet_until = 0  # it may share the block it writes into from now on
+            sibling.quiet_until = 0  # from now on, the block it writes may be shared
         self.totals.swapped_in_blocks += len(swap_ins)
         builder.start_row(choice, growth, swap_ins)
         builder.compute(choice, num_tokens)
         builder.reserve(self._kv.shortage(choice, choice.num_tokens))
 
     def _preempt(self, choice: Choice, now: float) -> None:
-        """Go on later, in the policy's order: from what is swapped out now, or by computing again."""
+        """Preempt a row. It resumes in the policy's order, from blocks swapped out here or by recomputation."""
         if self._preemption.swaps(choice, self._kv):
             moved = self._kv.swap_out(choice)
             self._swap_outs += moved
@@ -333,7 +333,7 @@ class Scheduler:
         deltas: list[Delta] = []
         for choice in list(self._rows.running):
             error = errors.get(choice.row_id)
-            if error is not None:  # nor has a sibling's ended it
+            if error is not None:  # and no sibling's error has ended it
                 code = error_code_from(error.code) or ErrorCode.INTERNAL
                 deltas += self.fail(choice.request.request_id, code, error.message, now)
         self._rows.drop_rows(errors)
@@ -350,7 +350,7 @@ class Scheduler:
             news.deltas += self._apply_found(choice, output, request.search, now)
             return
         delta, num_kept, ending = request.add_output(choice, output, now)
-        news.deltas.append(delta)  # it is in the books now, whatever comes next
+        news.deltas.append(delta)  # recorded now, whatever happens next
         if not request.pools:
             delta.tokens.begun = request.begin(*self._identity)
             self.totals.output_tokens += num_kept
@@ -364,7 +364,7 @@ class Scheduler:
             self._close_if_ended(request, [request.finish(choice, ending, now, delta)])
 
     def _apply_found(self, choice: Choice, output: RowOutput, search: BeamSearch, now: float) -> list[Delta]:
-        """A beam knows what may follow it. Once all do, the likeliest go on, or the search is over."""
+        """Apply one beam's candidates. Once all beams have theirs, the likeliest continue or the search ends."""
         request = choice.request
         request.begin(*self._identity)
         self.totals.output_tokens += 1
@@ -374,26 +374,26 @@ class Scheduler:
         self._detach(request.request_id, (), now)
         return self._close_if_ended(request, endings(request, search, now))
 
-    # --- rows and requests leave -------------------------------------------------------------------------------------
+    # --- withdrawing rows and requests -------------------------------------------------------------------------------
 
     def _withdraw(self, choice: Choice, now: float) -> None:
-        """Take a live choice out of its queue, or off the worker."""
+        """Remove a live choice from its queue or from the worker."""
         if choice.state is ChoiceState.RUNNING:
-            self._kv.free(choice)  # which may be given away at once: plans are executed in order
+            self._kv.free(choice)  # blocks are reusable at once: plans run in order
             self._rows.leave(choice, ChoiceState.WAITING, now)
         else:
             self._rows.waiting.remove(choice)
             self._kv.free_swapped(choice)
 
     def _detach(self, request_id: str, choices: Collection[int], now: float) -> Request | None:
-        """Withdraw the live ones of these choices (all, if none is named), which are about to end."""
+        """Withdraw those of these choices that are live (all if none are named); they are about to end."""
         request = self._requests.get(request_id)
         for choice in request.named(choices) if request else ():
             self._withdraw(choice, now)
         return request
 
     def _close_if_ended(self, request: Request, deltas: list[Delta]) -> list[Delta]:
-        """Endings have been written down; after its last one a request is no longer here."""
+        """Remove the request, which has no rows any more, if its last choice has ended."""
         if request.ended:
             self._rows.queued_tokens -= self._requests.pop(request.request_id).num_prompt_tokens
         return deltas

@@ -1,9 +1,8 @@
-"""In a beam search a choice is one of the beams, and another one after each step.
+"""In a beam search a choice is a beam, possibly a different one after each step.
 
-It has one token to compute while it is not known what may follow it, and none until that is known of all beams. Then
-each choice takes over what is computed of the beam that it comes from: blocks are shared, so whoever writes into one
-that others have gets a copy first, as all choices do. A beam without a row waits as any preempted choice does, and
-loses nothing that was found.
+It has one token to compute until its candidates are known, then none until all beams have theirs. Then each choice
+takes over the computed state of its source beam. Blocks are shared, so a writer to a shared block gets a copy first, as
+all choices do. A beam without a row waits like any preempted choice, and keeps the candidates already found.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pagoda_proto.steps import RowOutput
 
 
 class Computed(NamedTuple):
-    """What is computed of a choice's tokens, and where that is; see `Choice`."""
+    """How much of a choice's tokens is computed, and in which blocks; see `Choice`."""
 
     num_computed: int = 0
     num_confirmed: int = 0
@@ -41,7 +40,7 @@ class Computed(NamedTuple):
         return cls(*computed, choice.num_swapped, choice.swapped, chains)
 
     def give(self, choice: Choice) -> None:
-        """To one whose tokens begin with those."""
+        """Hand this state to a choice whose tokens begin with the same ones."""
         choice.num_computed, choice.num_confirmed, choice.num_registered = self[:3]
         choice.tables = [table.copy() for table in self.tables]
         choice.swapped = [table.copy() for table in self.swapped]
@@ -50,7 +49,7 @@ class Computed(NamedTuple):
 
 
 def go_on(choice: Choice, search: BeamSearch, output: RowOutput, kv: KvCache, rows: Rows, now: float) -> None:
-    """A row says what may follow a beam. If that is known of all now, the search goes on, or is done."""
+    """Apply one beam's candidates. Once all beams have theirs, advance the search, which may end it."""
     choice.sampled(1, 0)
     choice.max_outputs = len(choice.output_ids)
     kv.commit(choice, choice.num_tokens)
@@ -62,7 +61,7 @@ def go_on(choice: Choice, search: BeamSearch, output: RowOutput, kv: KvCache, ro
 
 
 def _advance(request: Request, search: BeamSearch, kv: KvCache, rows: Rows, now: float) -> None:
-    """Choices become the next beams, with rows where their sources have some."""
+    """Turn choices into the next beams; those whose source has a row get a row, while there are any."""
     seated = {choice.index for choice in request.choices if choice.state is ChoiceState.RUNNING}
     places = search.sources
     sources = [request.choices[place] for place in places]
@@ -80,8 +79,8 @@ def _advance(request: Request, search: BeamSearch, kv: KvCache, rows: Rows, now:
 
 
 def _pass_on(kv: KvCache, choices: Sequence[Choice], sources: Sequence[Choice]) -> None:
-    """Let each choice have what its source has, the last ones nothing if sources are too few, all at once. Blocks are
-    shared, also in swap space; what nobody takes over is free."""
+    """Give each choice the state of its source, all at once; if there are fewer sources, the last choices get nothing.
+    Blocks are shared, in swap space too; those that no choice takes over are freed."""
     taken = [(choice, Computed.of(source)) for choice, source in zip_longest(choices, sources)]
     for place, group in enumerate(kv.groups):
         left = [choice.tables[place] for choice in choices if choice.tables]
@@ -94,7 +93,7 @@ def _pass_on(kv: KvCache, choices: Sequence[Choice], sources: Sequence[Choice]) 
 
 
 def _exchange(pool: BlockPool, left: Sequence[Table], taken: Sequence[Table], kept: int = 0) -> None:
-    """One user more for the blocks of what is taken, one less for those of what is left, from place `kept` on."""
+    """Add a user to the blocks of tables taken and remove one from those of tables left, from place `kept` on."""
     for table in taken:
         pool.share(table.ids[max(kept, table.gone) :])
     for table in left:
@@ -102,16 +101,16 @@ def _exchange(pool: BlockPool, left: Sequence[Table], taken: Sequence[Table], ke
 
 
 def _kept(left: Sequence[Table], taken: Sequence[Table]) -> int:
-    """Leading blocks of all tables, which have as many users as before: a long prompt costs a step nothing."""
+    """Number of leading blocks common to all tables. Their user counts stay the same, so long prompts cost nothing."""
     tables = [table.ids for table in left]
     if len(left) != len(taken):
         return 0
-    first, last = min(tables, default=[]), max(tables, default=[])  # whatever is between them begins as they do
+    first, last = min(tables, default=[]), max(tables, default=[])  # tables between them share their common prefix
     return next((place for place, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
 
 
 def endings(request: Request, search: BeamSearch, now: float) -> list[Delta]:
-    """It is over, and nobody has a row any more: choices are what ended, the best first."""
+    """End a finished search, whose choices have no rows any more: they become the ended sequences, the best first."""
     deltas = [_ending(choice, ended, now) for choice, ended in zip_longest(request.choices, search.best)]
     deltas[0].tokens.begun = request.begun
     return deltas

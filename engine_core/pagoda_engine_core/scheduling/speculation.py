@@ -1,9 +1,9 @@
-"""Drafts fill room that a step has left over: they never displace work, and never keep it waiting.
+"""Draft tokens fill the room that a step has left: they never displace other work or keep it waiting.
 
-A step of few tokens costs a worker little more than a step of one, for what it reads is the weights. So drafts are
-granted while the step stays that small, holds no prompt, and nobody waits to begin; from token budget and blocks that
-nothing else wants. Rows are then planned together, one step at a time: a row cannot be planned before it is known how
-many of its drafts held, and rows in two steps at once would have the weights read twice.
+A step of a few tokens costs little more than a step of one, because most of the cost is reading the weights. So drafts
+are granted while the step stays that small, contains no prompt, and no request waits to start; they take only token
+budget and blocks that nothing else wants. Rows are then planned together, one step at a time: a row can be planned only
+once the number of its accepted drafts is known, and splitting rows over two steps would read the weights twice.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pagoda_engine_core.scheduling.request import Choice
 from pagoda_engine_core.scheduling.rows import OrderedChoices
 
 ROWS_PER_DRAFT = 4
-"""A step with drafts is waited for by all rows, which is worth it where it may bring a quarter more tokens."""
+"""All rows wait for a step with drafts, which pays off if it may yield a quarter more tokens."""
 
 
 def may_draft(running: OrderedChoices, waiting: OrderedChoices, max_tokens: int) -> bool:
-    """Whether a step of all running rows leaves room for drafts, up to `max_tokens` in all, and would use it well."""
+    """Whether a step of all running rows leaves room for enough drafts to pay off, within `max_tokens` in all."""
     if waiting or len(running) >= max_tokens:
         return False
     room = sum(choice.draft_room for choice in running)
@@ -26,7 +26,7 @@ def may_draft(running: OrderedChoices, waiting: OrderedChoices, max_tokens: int)
 
 
 def grant_drafts(builder: PlanBuilder, kv: KvCache, max_tokens: int) -> None:
-    """Allow the planned rows drafts, in equal shares, until the step has `max_tokens`. No earlier plan is in flight."""
+    """Grant the planned rows drafts, in equal shares, until the step has `max_tokens`. No earlier plan is in flight."""
     decodes = builder.decodes
     spare = min(max_tokens - len(decodes), builder.budget.left)
     takers = [choice for choice in decodes if choice.draft_room]
@@ -42,7 +42,7 @@ def grant_drafts(builder: PlanBuilder, kv: KvCache, max_tokens: int) -> None:
 
 
 def _fitting(choice: Choice, count: int, kv: KvCache, spare_blocks: Counts) -> int:
-    """How many of `count` drafts have room in blocks the row has, or in spare ones: each row is left one to go on."""
+    """How many of `count` drafts fit into the row's blocks and spare ones; one block is left for each row."""
     while count > 0 and exceeds(kv.missing(choice, _end(choice, count)), spare_blocks):
         count -= 1
     return count
