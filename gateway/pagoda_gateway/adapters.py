@@ -1,6 +1,6 @@
-"""Names of adapters: what one means is found out once, when it is loaded, and every request takes the digest along.
+"""Names of adapters: a name is resolved once, when its adapter is loaded, and every request carries the digest.
 
-So a name that is loaded again, from other files, means them from the next request on, and nothing else changes.
+So when a name is loaded again from other files, it means these from the next request on, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Generate, RequestRecord
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-"""Of a directory that is found by the name of a model."""
+"""Names of directories that `lora_resolver` looks up."""
 
 
 def named_adapters(config: GatewayConfig) -> dict[str, tuple[Adapter, str]]:
-    """What `lora_modules` names, all of it read, and what each is said to be of. Raises ValueError."""
+    """Read all adapters of `lora_modules`: by name, each with the parent given for it. Raises ValueError."""
     found: dict[str, tuple[Adapter, str]] = {}
     for name, (path, parent) in read_lora_modules(config.lora_modules).items():
         try:
@@ -39,7 +39,7 @@ def named_adapters(config: GatewayConfig) -> dict[str, tuple[Adapter, str]]:
 
 
 class AdapterNames:
-    """The adapters in a catalogue, which only this changes; one is loaded at a time."""
+    """The adapters in a catalogue, which nothing else changes; loads them one at a time."""
 
     def __init__(self, config: GatewayConfig, catalogue: Catalogue) -> None:
         self._config = config
@@ -47,17 +47,17 @@ class AdapterNames:
         self._loading = asyncio.Lock()
 
     def name_all(self, adapters: Mapping[str, tuple[Adapter, str]]) -> None:
-        """Raises ValueError when the model itself has one of the names."""
+        """Raises ValueError if one of the names is the model's own."""
         for name, (adapter, parent) in adapters.items():
             if self._catalogue.is_model(name):
                 raise ValueError(f"lora_modules: {name!a} is the name of the model itself")
             self._name(name, adapter, parent)
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """Let a name mean what lies at `path` in `lora_dir`, once a worker has computed a token with it.
+        """Give a name to the adapter at `path` in `lora_dir`, once a worker has computed a token with it.
 
         Raises:
-            PagodaError: INVALID_ARGUMENT where name or files are no good, or what a worker says of them.
+            PagodaError: INVALID_ARGUMENT for an invalid name or files, or the worker's error.
         """
         if not NAME.fullmatch(name) or not name.isprintable():
             rule = "a name has 1 to 256 printable characters, no space, comma, = or \\"
@@ -67,21 +67,21 @@ class AdapterNames:
             await self._load(name, Path(self._config.lora_dir, path))
 
     def unload(self, name: str) -> None:
-        """What has begun goes on. Raises PagodaError MODEL_NOT_FOUND."""
+        """Running requests continue. Raises PagodaError MODEL_NOT_FOUND."""
         if name not in self._names():
             raise PagodaError(ErrorCode.MODEL_NOT_FOUND, f"there is no adapter {name[:64]!a} here", "lora_name")
         self._catalogue.remove(name)
 
     async def resolve(self, name: str | None, caller: Caller) -> None:
-        """Load an adapter that is called like its directory, if the caller may use one of that name, and there is one.
+        """Load the adapter in the directory of this name, if there is one and the caller may use that name.
 
         Raises:
-            PagodaError: it cannot be used.
+            PagodaError: the adapter cannot be used.
         """
         known = name is None or not self._config.lora_resolver or name in {model.name for model in self._catalogue}
         if name is None or known or not caller.grant.allows_model(name):
             return
-        if not await asyncio.to_thread(self.is_found, name):  # and nobody waits for a load who asks for nothing
+        if not await asyncio.to_thread(self.is_found, name):  # so other names do not wait for a load
             return
         async with self._loading:
             if name not in self._names():
@@ -89,7 +89,7 @@ class AdapterNames:
                 await self._load(name, Path(self._config.lora_dir, name))
 
     def is_found(self, name: str) -> bool:
-        """Whether there is a directory of this name that would be loaded for who asks. Looks at the disk."""
+        """Whether there is a directory of this name that `resolve` would load. Looks at the disk."""
         plain = self._config.lora_resolver and PLAIN_NAME.fullmatch(name)
         return bool(plain) and os.path.isfile(Path(self._config.lora_dir, name, CONFIG))
 
@@ -103,7 +103,7 @@ class AdapterNames:
         self._name(name, adapter)
 
     async def _try(self, adapter: Adapter) -> None:
-        """Have a token computed, along the way of every request."""
+        """Have a token computed, on the path of ordinary requests."""
         record = RequestRecord(
             request_id=uuid.uuid4().hex,
             prompt_token_ids=[0],

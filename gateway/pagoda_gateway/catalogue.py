@@ -1,4 +1,4 @@
-"""A name that clients use leads to one served model; whoever means a request's model asks here."""
+"""Maps the names that clients use to served models; every lookup of a request's model goes through here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagoda_proto.params import ModelLimits
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """`created` is since when it is served, in Unix seconds. With an `adapter` it is that of the model `parent`."""
+    """`created` is when serving began, in Unix seconds. With an `adapter`, it is an adapter of the model `parent`."""
 
     name: str
     text: ModelText
@@ -26,22 +26,22 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int:
-        """What the workers report; until one has, what the model's files say. 0: nobody knows yet."""
+        """As the workers report it; until one has, as the model's files say. 0: not known yet."""
         return self.engine.load.max_model_len or self.text.max_model_len
 
     @property
     def limits(self) -> ModelLimits:
-        """Raises PagodaError UNAVAILABLE when nobody knows the context length yet."""
+        """Raises PagodaError UNAVAILABLE while the context length is not known."""
         if not self.max_model_len:
             raise PagodaError(ErrorCode.UNAVAILABLE, "no worker has registered yet", retry_after_s=1.0)
         return ModelLimits(self.engine.load.vocab_size or self.text.vocab_size, self.max_model_len)
 
 
 class Catalogue:
-    """Served models. To a caller there are those that its key allows; the first is meant where a request names none.
+    """Served models. A caller sees those that its key allows; a request that names no model gets the first of them.
 
-    The first is the model itself, which may have other names, and stays; adapters of it come and go. A request keeps
-    what it found.
+    The first of all is the model itself, which may have several names and stays; its adapters come and go. A request
+    keeps the model it found.
     """
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
@@ -49,28 +49,28 @@ class Catalogue:
 
     @property
     def model(self) -> ServedModel:
-        """Without an adapter."""
+        """The model without an adapter."""
         return next(iter(self))
 
     def is_model(self, name: str) -> bool:
-        """Whether it is a name of the model itself."""
+        """Whether `name` is one of the model itself."""
         found = self._by_name.get(name)
         return found is not None and found.adapter is None
 
     def put(self, model: ServedModel) -> None:
-        """Served from now on, in place of what has had its name."""
+        """Serve a model from now on, in place of any other of its name."""
         self._by_name[model.name] = model
 
     def remove(self, name: str) -> None:
-        """Served no more, if it was. What has begun goes on."""
+        """Stop serving this name, if it is served. Running requests continue."""
         self._by_name.pop(name, None)
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(list(self._by_name.values()))
 
     def of_job(self, name: str, adapter: Adapter | None) -> ServedModel:
-        """Of a job, which was made by who might use it, and which has its adapter with it, whatever the name means by
-        now. Raises PagodaError MODEL_NOT_FOUND."""
+        """The model of a job. Its caller's access was checked when the job was made; its adapter is the job's own,
+        whatever the name means by now. Raises PagodaError MODEL_NOT_FOUND."""
         if adapter is None:
             return self.find(name, NOBODY)
         return replace(self.model, name=name, adapter=adapter, parent=self.model.name)

@@ -1,10 +1,9 @@
-"""Who asks is known from the head alone, before anything else of a request is read: its caller.
+"""Identifies a request's caller from its head alone, before the body is read.
 
-That is an address: its connection's peer, unless the peer is a proxy we were told to believe. Then it is the last
-address in X-Forwarded-For that is no such proxy. Whatever stands before that address was written by somebody we do not
-know. Addresses that one subscriber has by the thousand (IPv6 /64) count as one. Where there are API keys (`keys/`),
-whoever shows none may ask for nothing but health and the page's files, and each key is a tenant, who shares cached
-prefixes with nobody else.
+A caller is an address: the connection's peer, unless the peer is a trusted proxy. Then it is the last address in
+X-Forwarded-For that is not a trusted proxy; whatever precedes that address was written by strangers. The addresses of
+an IPv6 /64, of which one subscriber has them all, count as one. If there are API keys (`keys/`), a caller without one
+gets only health and the page's files, and each key is a tenant, who shares cached prefixes with nobody else.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ _WITH_PORT = re.compile(r"\[([^]]*)\](?::\d+)?|([^:]*):\d+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Made once per request, and handed on to whatever counts by caller, which it does under `key`: an address.
-    `tenant` and `grant` are its API key's.
+    """Made once per request, and passed to everything that counts by caller. `key` is the address to count under;
+    `tenant` and `grant` belong to the API key.
     """
 
     key: str
-    tenant: str = ""  # names the API key, and does not tell it
+    tenant: str = ""  # the API key's id, not the key itself
     grant: Grant = ANYBODY
 
 
 class Origin(NamedTuple):
-    """What a record says of who asks; see `RequestRecord`."""
+    """What a record says about its caller; see `RequestRecord`."""
 
     cache_salt: str
     tenant: str
@@ -46,24 +45,25 @@ class Origin(NamedTuple):
 
 
 def origin_of(caller: Caller, asked_salt: str | None = None) -> Origin:
-    """A tenant's own salts are told apart from equal ones of others. Whoever shows no key is told by the address."""
+    """Prefix a salt with its tenant, so that equal salts of two tenants differ. Without a key, the address is the
+    tenant."""
     asked = asked_salt or ""
     salt = f"{caller.tenant}.{asked}" if caller.tenant else asked
     return Origin(salt, caller.tenant or caller.key, caller.grant.weight)
 
 
 def tenant_of(salt: str) -> str:
-    """Whose a record with this salt is. What clients ask for has no dot."""
+    """The tenant of a record with this salt. Salts from clients contain no dot."""
     tenant, dot, _ = salt.partition(".")
     return tenant if dot else ""
 
 
 Identify = Callable[[Scope], Awaitable[Caller]]
-"""Raises PagodaError for a caller who is not known here."""
+"""Raises PagodaError for an unknown caller."""
 NOBODY = Caller("")
 KEY_CHARS = (8, 256)
 HEALTH_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/health/startup", "/ping"))
-OPEN_PATHS = HEALTH_PATHS | files.PATHS  # a browser shows no key before its page asks for one
+OPEN_PATHS = HEALTH_PATHS | files.PATHS  # a browser sends no key until its page has asked for one
 
 
 def is_key(text: str) -> bool:
@@ -104,7 +104,7 @@ class TrustedProxies:
         return Caller(self.client_of(peer[0] if peer else "", forwarded_for))
 
     def client_of(self, peer: str, forwarded_for: Iterable[bytes]) -> str:
-        """The address to count a request under."""
+        """The address under which to count a request."""
         client = peer
         if self.trusts(peer):
             hops = b",".join(forwarded_for).decode("latin-1").split(",")
@@ -118,7 +118,7 @@ class TrustedProxies:
 
 
 def client_key(address: str) -> str:
-    """What connections and requests of one client have in common."""
+    """The key under which all connections and requests of one client are counted."""
     found = _address(address)
     if isinstance(found, ipaddress.IPv6Address):
         return str(ipaddress.ip_network((found, 64), strict=False))
@@ -126,7 +126,7 @@ def client_key(address: str) -> str:
 
 
 def _without_port(hop: str) -> str:
-    """Some proxies write `1.2.3.4:567`, or `[2001:db8::5]:567`."""
+    """Strip the port: some proxies write `1.2.3.4:567` or `[2001:db8::5]:567`."""
     written = _WITH_PORT.fullmatch(hop.strip())
     return hop.strip() if written is None else written[written.lastindex or 0]
 

@@ -1,4 +1,4 @@
-"""What a gateway can be told. One field is one option: flag, environment variable and YAML key derive from it."""
+"""The gateway's options. One field is one option: flag, environment variable and YAML key derive from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a route needs besides the request. Built once by the app, handed to every router, never changed."""
+"""What a route needs besides the request. Built once, passed to every router, never changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pagoda_gateway.text.model_text import ModelText
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayContext:
-    """Whoever builds a context closes its `pool`, its `gate`, its `ledger`, its `transcripts`, and then its `store`."""
+    """Its builder closes its `pool`, `gate`, `ledger` and `transcripts`, and then its `store`."""
 
     config: GatewayConfig
     engine: EngineClient
@@ -55,8 +55,8 @@ class GatewayContext:
         created: int,
         store: Store | None = None,
     ) -> GatewayContext:
-        """With one model of these names, a pool and a budget of the configured sizes, and a store in memory where none
-        is given."""
+        """Build a context with one model under these names, a pool and a memory budget of the configured sizes, and a
+        store in memory if none is given."""
         catalogue = Catalogue([ServedModel(name=name, text=text, engine=engine, created=created) for name in names])
         queue = FairQueue(config.max_waiting_texts, config.max_waiting_texts_per_client)
         store = SqliteStore(MEMORY) if store is None else store
@@ -84,11 +84,11 @@ class GatewayContext:
         return Charge(quota, self.ledger, caller.tenant, model)
 
     def charge_for_owner(self, tenant: str, model: str) -> Charge:
-        """Of a job whose caller has gone."""
+        """For a job whose caller has gone."""
         return Charge(self.quotas.known(tenant), self.ledger, tenant, model)
 
     def charge_for_batch(self, tenant: str, model: str) -> Charge:
-        """It runs behind all that somebody waits for, so limits a minute are not its own."""
+        """A batch runs behind all requests that somebody waits for, so limits per minute do not apply to it."""
         return Charge(self.quotas.none, self.ledger, tenant, model)
 
 

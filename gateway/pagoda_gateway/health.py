@@ -1,12 +1,13 @@
-"""Healthy means that the model got on lately, not that a port answers.
+"""Healthy means that the model made progress lately, not that a port answers.
 
 Ready = not draining, callers known, a session to an engine core with a worker, and progress within `success_max_age_s`:
-a token that came here, or a step of the engine core's, which may be one of a prefill that takes minutes. While there is
-work, that is seen for free; after `idle_s` without any, a *canary* is sent: an ordinary request for one token, of low
-priority, known as a canary to nothing but our own metrics. One that others' steps overtake says nothing either way.
+a token that arrived here, or a step of the engine core, which may belong to a prefill that takes minutes. While there
+is work, progress is visible for free; after `idle_s` without any, the gateway sends a *canary*: an ordinary request for
+one token, of low priority, which only our own metrics know to be a canary. A canary that fails while other requests'
+steps progress proves nothing either way.
 
-So a frozen engine core or worker is unready `success_max_age_s` after its last step, in time that the gateway lived
-through, and a busy one is ready for as long as steps come nearer together than that.
+So the gateway is unready `success_max_age_s` after the last step of a frozen engine core or worker, in time that the
+gateway lived through, and a busy one is ready as long as its steps are closer together than that.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ONE_TOKEN = Generate(params=SamplingParams(max_tokens=1, temperature=0.0, ignore
 
 
 def canary_of(output: str) -> Task:
-    """What is asked of a model that makes this of a text, to see that it gets on."""
+    """The task of a canary for a model with this kind of output."""
     return ONE_TOKEN if output == GENERATE else Pool(pooling=PoolingParams(output=output))
 
 
@@ -43,12 +44,12 @@ class HealthTimes:
     canary_timeout_s: float = 3.0
     canary_spacing_s: float = 1.0
     tick_s: float = 0.25
-    first_tick_s: float = 0.02  # the first: somebody waits for it to be ready
+    first_tick_s: float = 0.02  # the first pause: somebody is waiting for readiness
 
 
 def pauses_before_ready(times: HealthTimes) -> Iterator[float]:
-    """Seconds from look to look: each about a hundredth of the time since the first, so that who waits for a start that
-    takes a second is told at once, and one that takes hours costs no more than being ready."""
+    """Yield seconds between checks, each about a hundredth of the time so far: a start that takes a second is reported
+    at once, and one that takes hours costs no more than being ready."""
     pause_s = min(times.first_tick_s, times.tick_s)
     while True:
         yield pause_s
@@ -56,7 +57,7 @@ def pauses_before_ready(times: HealthTimes) -> Iterator[float]:
 
 
 class Health:
-    """One task watches and tells; everything else is a question about this moment."""
+    """One task watches and reports changes; all other methods answer about the present moment."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Health:
         task: Task = ONE_TOKEN,
         knows_callers: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`task` is what a canary asks of the model. `knows_callers`: whether it is known who may ask."""
+        """`task` is what a canary asks of the model. `knows_callers`: whether API keys can be looked up."""
         self.draining = False
         self.started = False  # whether it was ever ready
         self._engine = engine
@@ -107,12 +108,12 @@ class Health:
         return "waiting_for_worker" if self._engine.load.num_workers < 1 else "warming_up"
 
     def start(self, on_change: Callable[[bool], None]) -> None:
-        """Watch, and tell of each change of readiness."""
+        """Start watching, and report each change of readiness to `on_change`."""
         self._on_change = on_change
         self._task = asyncio.create_task(self._run(), name="health")
 
     def drain(self) -> None:
-        """Unready from now on, whatever else is well."""
+        """Be unready from now on, in any case."""
         self.draining = True
         self._tell()
 
@@ -150,7 +151,7 @@ class Health:
             async with asyncio.timeout(self._times.canary_timeout_s):
                 outcome = "success" if await self._canary() else "failure"
         except (TimeoutError, PagodaError) as error:
-            # Behind others' prefills it waits; what it was to prove, their steps have proved.
+            # It may wait behind others' prefills, whose steps have then proved what it was to prove.
             if self._engine.last_progress_at > progress_before:
                 outcome = "overtaken"
             else:

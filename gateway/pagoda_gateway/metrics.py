@@ -1,8 +1,8 @@
-"""What a gateway can know, in a registry of its own; every label comes from a closed set, so nobody can add series.
+"""The gateway's Prometheus metrics, in their own registry; labels come from closed sets, so no client can add series.
 
-Names are vLLM's where they mean the same, with the prefix `pagoda_`; an engine core's own have another prefix, so one
-name never has two meanings. Metrics of generation are observed once per delta (a step's
-tokens of one choice), never per token; gauges are read when scraped.
+Names are vLLM's where they mean the same, with the prefix `pagoda_`; an engine core's own metrics have another prefix,
+so no name has two meanings. Metrics of generation are observed once per delta (a step's tokens of one choice), never
+per token; gauges are read when scraped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OTHER = "other"
 
 
 class GatewayMetrics:
-    """`model_name` labels the metrics of generation, as dashboards expect; it is one value per process."""
+    """`model_name` labels the metrics of generation, as dashboards expect; it has one value per process."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -100,7 +100,7 @@ class GatewayMetrics:
     def watch_engine(
         self, load: Callable[[], Load], connected: Callable[[], bool], num_open: Callable[[], int]
     ) -> None:
-        """Gauges read from the session when scraped. Call once. What concerns the engine core is its own word."""
+        """Register gauges, read when scraped; those about the engine core come from its own `load`. Call once."""
         self.num_open = num_open
         self._gauge("num_requests_running", "Running in the engine core, of all gateways", lambda: load().num_running)
         self._gauge("num_requests_waiting", "Waiting in the engine core, of all gateways", lambda: load().num_waiting)
@@ -110,12 +110,12 @@ class GatewayMetrics:
         self._gauge("open_requests", "Requests of this gateway without an ending", num_open)
 
     def certificate(self, not_after: float) -> None:
-        """When the certificate of the links to engine cores ends, in seconds since the epoch. Call once."""
+        """Register when the certificate of the links to engine cores expires, in seconds since the epoch. Call once."""
         name, text = "pagoda_certificate_not_after_seconds", "End of the links' certificate, since the epoch"
         Gauge(name, text, registry=self.registry).set(not_after)
 
     def ended(self, reason: FinishReason, usage: Usage | None, seconds: float) -> None:
-        """Without `usage` when the request ended before the model had seen its prompt."""
+        """`usage` is None if the request ended before the model had seen its prompt."""
         self._success[reason].inc()
         self.latency.observe(seconds)
         if usage is not None:
@@ -132,7 +132,7 @@ class GatewayMetrics:
         self.slow_clients.inc()
 
     def watch_store(self, outcomes: Iterable[str], failing: Callable[[], bool]) -> Callable[[str], None]:
-        """What is to be told the outcome of every call. Call once."""
+        """Return a function to call with the outcome of every call to the store. Call once."""
         self._gauge("store_up", "0 while the store cannot be used", lambda: not failing())
         names = ("model_name", "outcome")
         calls = Counter("pagoda_store_calls", "Calls to the store by how they ended", names, registry=self.registry)
@@ -140,7 +140,7 @@ class GatewayMetrics:
         return lambda outcome: counted[outcome].inc()
 
     def watch_tickets(self, ways: Iterable[str]) -> Callable[[str], None]:
-        """What is to be told in which way each request with a ticket was answered. Call once."""
+        """Return a function to call with the way each request with a ticket was answered. Call once."""
         names = ("model_name", "way")
         answered = Counter(
             "pagoda_tickets",
@@ -152,15 +152,15 @@ class GatewayMetrics:
         return lambda way: counted[way].inc()
 
     def batch_line(self, failed: bool) -> None:
-        """One is done."""
+        """Count a finished line of a batch."""
         self._batch_lines[failed].inc()
 
     def know_routes(self, templates: frozenset[str]) -> None:
-        """The closed set of route templates; anything else is counted as `other`."""
+        """Set the closed set of route templates; anything else is counted as `other`."""
         self._routes = templates
 
     def http(self, route: str, method: str, status: str, seconds: float) -> None:
-        """`status` is a class such as 2xx, or `disconnected` when no response was begun."""
+        """`status` is a class such as 2xx, or `disconnected` if no response was begun."""
         route = route if route in self._routes else OTHER
         method = method if method in METHODS else OTHER
         status = status if status in STATUS_CLASSES else OTHER

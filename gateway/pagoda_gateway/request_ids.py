@@ -1,6 +1,6 @@
-"""What an HTTP request is called, by its client or else by us: in its answer's headers, in errors, and in the log.
+"""The id of an HTTP request, given by its client or else by us: in response headers, errors and the log.
 
-Whatever is begun on its behalf finds the name without being handed it, also when that goes on in a task of its own.
+Code that runs on a request's behalf finds the id without being passed it, also in tasks that it starts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _current: ContextVar[str] = ContextVar("request_id", default=NOBODYS)
 
 
 def current() -> str:
-    """NOBODYS for what no HTTP request asked for, as a line of a batch."""
+    """NOBODYS for work that no HTTP request asked for, such as a line of a batch."""
     return _current.get()
 
 

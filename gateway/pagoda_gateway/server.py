@@ -44,11 +44,11 @@ from pagoda_proto.keys import TlsKeys
 Report = Callable[[dict[str, object]], None]
 
 
-SWITCH_INTERVAL_S = 0.001  # how long the event loop waits for a text thread that computes in Python
+SWITCH_INTERVAL_S = 0.001  # how long the event loop waits for the GIL of a text thread
 
 logger = logging.getLogger(__name__)
 
-_kept: dict[GatewayConfig, ModelText] = {}  # by the process that we are a fork of
+_kept: dict[GatewayConfig, ModelText] = {}  # filled by the process that we were forked from
 
 
 async def serve(
@@ -61,10 +61,10 @@ async def serve(
 ) -> None:
     """Run a gateway until `stop` is set and its requests are done or `drain_timeout_s` is over.
 
-    It listens on `listener`, which is bound, and closes it.
+    It listens on `listener`, which must be bound, and closes it.
 
     Reports {"event": "listening", "url": .., "kind": what the model is for}, then "ready" and "unready" as
-    /health/ready changes; and "locked" if clients must show API keys.
+    /health/ready changes; and "locked" if clients must present API keys.
 
     Raises:
         ValueError: the engine address, its keys, the store's or the model's files cannot be used.
@@ -98,7 +98,7 @@ async def serve(
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """What runs beside HTTP, and is closed in the order in which one part needs the other."""
+    """The parts that run beside HTTP; `aclose` closes each before the parts that it needs."""
 
     ctx: GatewayContext
     engine: SessionClient
@@ -114,7 +114,7 @@ class _Parts:
     def of(
         cls, config: GatewayConfig, text: ModelText, metrics: GatewayMetrics, health_times: HealthTimes | None
     ) -> _Parts:
-        """Raises ValueError for an address, or keys, that cannot be used."""
+        """Raises ValueError for an address or keys that cannot be used."""
         addresses, waits = EngineAddress.several(config.engine, config.keys_dir), Waits(resume_s=config.resume_wait_s)
         keys = next((address.keys for address in addresses if address.keys is not None), None)
         if keys is not None:
@@ -145,12 +145,12 @@ class _Parts:
         self.ctx.transcripts.start()
 
     async def tell_who_may_ask(self, listener: socket.socket, report: Report) -> None:
-        """.. and be ready no sooner."""
+        """The gateway is not ready before this is known."""
         await tell_who_may_ask(self.ctx, listener, report)
         self.callers_known.set()
 
     async def hand_over(self) -> None:
-        """What runs without a client is left where it is: another gateway may go on with it. Safe to call twice."""
+        """Stop work that runs without a client where it is: another gateway may continue it. Safe to call twice."""
         await asyncio.gather(self.tickets.leave(), self.background.aclose(), self.runner.aclose())
 
     async def aclose(self) -> None:
@@ -166,7 +166,7 @@ class _Parts:
 
 
 async def tell_who_may_ask(ctx: GatewayContext, listener: socket.socket, report: Report) -> None:
-    """Once it is known: then an open gate needs no store any more."""
+    """Wait until it is known whether clients need keys, and report it; from then on an open gate needs no store."""
     await _learn_who_may_ask(ctx.gate)
     if not await ctx.gate.is_open():
         report({"event": "locked"})
@@ -200,7 +200,7 @@ def load_text(config: GatewayConfig) -> ModelText:
 
 
 def keep_text(config: GatewayConfig) -> None:
-    """Load what `serve` will find in the forks of this process. Raises as `load_text`."""
+    """Load the text side for `serve` in forks of this process. Raises as `load_text`."""
     _kept[config] = load_text(config)
 
 
@@ -233,7 +233,7 @@ async def _run(
 
 
 async def _leave(server: HttpServer, serving: asyncio.Task[None], config: GatewayConfig, parts: _Parts) -> None:
-    """Unready at once, accept for the lame-duck time, then wait for open requests and end those that are left."""
+    """Become unready, keep accepting for the lame-duck time, then drain open requests and end those that are left."""
     engine = parts.engine
     logger.info("stopping: %d requests open", engine.num_open)
     parts.health.drain()

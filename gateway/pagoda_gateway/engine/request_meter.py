@@ -40,7 +40,7 @@ class RequestMeter:
             self._metrics.ttft.observe(now - generation.times.submitted_at)
 
     def refused(self, generation: PooledGeneration, error: PagodaError, kind: Kind | None) -> None:
-        """All working engine cores refused it; with a `kind`, they refuse all of that kind. `ended` is still to come."""
+        """Every working engine core refused it, and all of its `kind` if there is one. `ended` is still to come."""
         if generation.counted:
             self._metrics.refused(error.code)
             if kind is not None:
