@@ -1,9 +1,8 @@
-"""Each request that is answered with an error is one line of log, as each that a model has worked on is.
+"""Writes one line of log per request that is answered with an error, like the line per generation of `request_meter`.
 
-There is nothing in a line that clients write but the request's id, whose form is checked: routes and methods are those
-that there are, and the error's words, which may repeat what was asked, are left out. Errors cost nothing to ask for, so
-there are only so many lines a minute, for strangers and for holders of keys apart; the next one says how many are left
-out before it.
+A line contains nothing that clients write except the request's id, whose form is checked: routes and methods come from
+closed sets, and error messages, which may quote the request, are left out. Errors are cheap to provoke, so lines per
+minute are limited, separately for strangers and for holders of keys; the next line says how many were left out.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class FailureLog:
         self._left_out = 0
 
     def answered(self, scope: Mapping[str, Any], status: int | None, request_id: str, route: str) -> None:
-        """Of every request; `status` is None where nothing was answered."""
+        """Called for every request; `status` is None if it got no response."""
         code = scope["state"].get(FAILURE)
         if code is None or not self._on:
             return
-        caller = scope["state"].get("caller")  # strangers are callers, too, where no key is asked for
+        caller = scope["state"].get("caller")  # if no key is required, strangers are callers too
         room, now = self._room[caller is not None and caller.tenant != ""], self._now()
         if room.wait_s(1.0, now):
             self._left_out += 1

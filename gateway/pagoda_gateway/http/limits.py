@@ -1,12 +1,12 @@
-"""Nothing reaches a route before it is known to be small, complete, plain and asked for by its normal name.
+"""Admits a request to its route only once it is known to be small, complete, uncompressed and on a normal path.
 
-Pure ASGI, around the whole app. Who asks, and whether they may ask this and now, is known first, from the head; then a
-request's body is read here, counted while it streams, under one deadline. Routes get it whole, and in `scope["state"]`
-the `caller`. A path of uploads gets its body as it comes, counted likewise, under a deadline that moves on with what
-comes.
+Pure ASGI, around the whole app. First the caller is identified, and checked against permissions and limits, from the
+head alone; then the body is read, counted while it streams, under one deadline. Routes get it whole, with the `caller`
+in `scope["state"]`. An upload path gets its body as it arrives, counted likewise, under a deadline that is extended by
+the bytes received.
 
-What concerns bytes before a request exists (headers, connections, slow readers) is in `protocol`, which
-leaves its verdict in `scope["state"]["refusal"]` so that responses stay in order.
+Bytes before a request exists (headers, connections, slow readers) are the business of `protocol`, which leaves its
+verdict in `scope["state"]["refusal"]` so that responses stay in order.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024 * 1024
-LEAST_BYTES_PER_S = 64 * 1024  # of an upload, on the whole
-SPARE = "spare"  # in a request's state: it came by a connection beyond the limits
+LEAST_BYTES_PER_S = 64 * 1024  # of an upload, on average
+SPARE = "spare"  # in a request's state: it arrived on a connection beyond the limits
 NO_UPLOADS: Mapping[str, int] = {}
 Unread = Callable[[Scope], PagodaError | None]
 _NOT_NORMAL = re.compile(rb"//|\\|(^|/)\.{1,2}(/|$)|%(2f|5c|2e|00)|[^\x21-\x7e]", re.IGNORECASE)
 
 
 def refusal(error: PagodaError, scope: Scope) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Status, headers and body of the answer; the connection closes after it."""
+    """Status, headers and body of a refusal, after which the connection closes."""
     response = error_response(error, scope)
     return response.status_code, [*response.raw_headers, (b"connection", b"close")], bytes(response.body)
 
@@ -55,8 +55,8 @@ class LimitsMiddleware:
         uploads: Mapping[str, int] = NO_UPLOADS,
         unread: Unread = lambda scope: None,
     ) -> None:
-        """`uploads`: paths whose POST bodies are not gathered here, with the most bytes of each. `unread` says why a
-        request, whose caller is known, is refused whatever its body says."""
+        """`uploads`: paths whose POST bodies are streamed, with the most bytes of each. `unread` says why a request of
+        a known caller is refused without reading its body."""
         self._app = app
         self._uploads = uploads
         self._config = config
@@ -101,7 +101,7 @@ class LimitsMiddleware:
             try:
                 self._check_head(scope, limit or self._config.max_body_bytes)
                 caller.grant.check_path(scope["path"])
-                if SPARE not in scope["state"]:  # those are counted as connections
+                if SPARE not in scope["state"]:  # spare ones are counted as connections
                     self._check_client(caller.key)
                 request.enter_context(quota.request())
             except PagodaError as error:
@@ -113,7 +113,7 @@ class LimitsMiddleware:
             await self._serve(scope, upload, receive, send, limit)
 
     async def _serve(self, scope: Scope, upload: Upload, receive: Receive, send: Send, limit: int | None) -> None:
-        """`limit` is that of an upload."""
+        """`limit`: most bytes of an upload; None for a body to be read whole."""
         holding: Holding = scope["state"]["memory"]
         try:
             if limit is not None:
@@ -121,7 +121,7 @@ class LimitsMiddleware:
                 return
             body = await self._read_body(upload, holding)
         except PagodaError as error:
-            error.__traceback__ = None  # its frames hold what was read of the body
+            error.__traceback__ = None  # its frames hold the body read so far
             holding.release()
             await _refuse(error, scope, upload, send)
             return
@@ -131,7 +131,7 @@ class LimitsMiddleware:
             await self._app(scope, replay, send)
 
     async def _serve_upload(self, scope: Scope, upload: Upload, receive: Receive, send: Send, limit: int) -> None:
-        """What the app leaves of the body unread is read on a little before its answer ends: see `_refuse`."""
+        """If the app leaves part of the body unread, read on a little before its answer ends: see `_refuse`."""
         body = StreamedBody(upload, receive, limit, self._config.body_timeout_s)
 
         async def patient_send(message: Message) -> None:
@@ -153,7 +153,7 @@ class LimitsMiddleware:
             raise PagodaError(ErrorCode.OVERLOADED, f"one address may have {limit} requests open at once")
 
     def _check_head(self, scope: Scope, max_body_bytes: int) -> None:
-        """Raises PagodaError by what the head alone tells."""
+        """Raises PagodaError for a head that is not acceptable."""
         found: PagodaError | None = scope.get("state", {}).get("refusal")
         if found is not None:
             raise found
@@ -168,7 +168,7 @@ class LimitsMiddleware:
                 raise _too_large(max_body_bytes)
 
     async def _read_body(self, upload: Upload, holding: Holding) -> bytes | None:
-        """The whole body, or None when the client went away meanwhile. What it was made to wait is not its time."""
+        """The whole body, or None if the client left meanwhile. Throttling time does not count against its deadline."""
         chunks: list[bytes] = []
         limit_s = self._config.body_timeout_s
         deadline_at = asyncio.get_running_loop().time() + limit_s
@@ -192,7 +192,7 @@ class LimitsMiddleware:
 
 
 class StreamedBody:
-    """An upload's body as its route receives it. It may take `timeout_s`, and longer the more of it has come."""
+    """An upload's body as its route receives it. It may take `timeout_s`, and longer the more of it has arrived."""
 
     def __init__(self, upload: Upload, receive: Receive, max_bytes: int, timeout_s: float) -> None:
         self.complete = False
@@ -202,7 +202,7 @@ class StreamedBody:
         self._deadline_at = asyncio.get_running_loop().time() + timeout_s
 
     async def receive(self) -> Message:
-        """Raises PagodaError for what is too much or too slow."""
+        """Raises PagodaError for a body that is too large or too slow."""
         if self.complete:
             return await self._receive()
         await asyncio.sleep(self._upload.owed_s)
@@ -229,7 +229,7 @@ def _too_slow(how: str) -> PagodaError:
 
 
 def _telling(quota: Quota, scope: Scope, send: Send) -> Send:
-    """`send`, and every response says what is left of the quota."""
+    """Wrap `send` so that every response says what is left of the quota."""
 
     async def tell(message: Message) -> None:
         if message["type"] == "http.response.start" and (left := quota.left()):
@@ -250,14 +250,14 @@ def check_header_sizes(count: int, num_bytes: int, config: GatewayConfig) -> Non
 
 
 def is_normal_path(raw: bytes, decoded: str) -> bool:
-    """Whether nobody, in front of us or behind, can read another path out of it."""
+    """Whether every proxy and server would read the same path in it."""
     if not raw.startswith(b"/") or _NOT_NORMAL.search(raw):
         return False
     return "//" not in decoded and all(c.isprintable() for c in decoded)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body as one message; afterwards the real thing, which then only tells of the client's leaving."""
+    """Return a `receive` that gives the body as one message, and afterwards only reports the client's disconnect."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -267,7 +267,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(error: PagodaError, scope: Scope, upload: Upload, send: Send) -> None:
-    """Answer, then read on a little: closing with unread bytes would reset the connection and lose the answer."""
+    """Answer, then read on a little: closing with unread bytes resets the connection, and the answer is lost."""
     status, headers, body = refusal(error, scope)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -277,7 +277,7 @@ async def _refuse(error: PagodaError, scope: Scope, upload: Upload, send: Send) 
 
 
 async def _refuse_and_keep(error: PagodaError, scope: Scope, send: Send) -> None:
-    """Where many are refused, connections that close are dearer than bodies that are passed over."""
+    """Refuse and keep the connection: under overload, reconnecting costs more than skipping short bodies."""
     await error_response(error, scope)(scope, _nothing, send)
 
 
@@ -286,7 +286,7 @@ async def _nothing() -> Message:
 
 
 def _is_short(scope: Scope) -> bool:
-    """Whether so little of a body is on its way, and comes unasked, that it is passed over."""
+    """Whether the body is short enough to skip, and is sent without waiting for a 100-continue."""
     said = dict(scope["headers"])
     length = said.get(b"content-length", b"")
     return length.isdigit() and int(length) <= COUNTED_ABOVE_BYTES and b"expect" not in said

@@ -1,7 +1,7 @@
-"""The socket that a gateway listens on. Whoever is to start it again may hold the socket, too.
+"""The socket that a gateway listens on. The process that restarts the gateway may hold the socket too.
 
-Then who comes while there is no gateway is not refused but waits for the next one. Where a gateway leaves in order,
-it ends the listening of the socket itself, whoever else holds it.
+Then connections made while there is no gateway are not refused but wait for the next one. A gateway that shuts down in
+order ends listening on the socket itself, whoever else holds it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import ipaddress
 import socket
 from typing import Any
 
-SEND_BUFFER_BYTES = 256 * 1024  # what the kernel holds for a client that does not read
-RECEIVE_BUFFER_BYTES = 256 * 1024  # .. and for one that is not read from
+SEND_BUFFER_BYTES = 256 * 1024  # the most the kernel holds for a client that does not read
+RECEIVE_BUFFER_BYTES = 256 * 1024  # .. and for one we do not read from
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet; port 0 is any that is free.
+    """Return a bound socket that does not listen yet; port 0 means any free port.
 
     Raises:
-        OSError: there is no such host, or the address cannot be had.
-        UnicodeError: this cannot be the name of a host.
+        OSError: there is no such host, or the address is not available.
+        UnicodeError: `host` cannot be a host name.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     if port:
         return _bound(family, address)
-    # A port that was asked for stays when the listening ends, one that the system chose would not.
+    # A socket keeps a port it asked for when listening ends; it would lose one that the system chose.
     with _bound(family, address) as found:
         return _bound(family, found.getsockname())
 
@@ -44,10 +44,10 @@ def _bound(family: int, address: Any) -> socket.socket:
 
 
 def end(listener: socket.socket) -> None:
-    """Refuse whoever comes, until somebody listens again. Nobody of this process may be accepting any more.
+    """Refuse new connections until somebody listens again. Nothing in this process may still be accepting.
 
     Raises:
-        OSError: it is closed.
+        OSError: the socket is closed.
     """
     try:
         listener.shutdown(socket.SHUT_RDWR)
@@ -57,7 +57,7 @@ def end(listener: socket.socket) -> None:
 
 
 def is_private(listener: socket.socket) -> bool:
-    """Whether nobody but this machine can reach it."""
+    """Whether only this machine can reach it."""
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 

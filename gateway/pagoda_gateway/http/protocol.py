@@ -1,7 +1,7 @@
-"""What must be bounded before there is a request: connections, the time and size of a head, a client that never reads.
+"""Bounds what exists before a request: connections, the time and size of a head, clients that do not read.
 
-uvicorn has no limit for any of these. `GuardedProtocol` adds timers and counters around its httptools protocol;
-`ConnectionGuard` is what the connections of one server share. Verdicts about a complete head go to `LimitsMiddleware`.
+uvicorn limits none of these. `GuardedProtocol` adds timers and counters to its httptools protocol; the connections of a
+server share one `ConnectionGuard`. Verdicts about a complete head go to `LimitsMiddleware`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from pagoda_gateway.http.spare import SPARE_S, SparePlaces, asks_health
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 MAX_REQUEST_LINE_BYTES = 8192
-CLOCK_SLACK_S = 0.05  # a loop's timers may be early by its clock's resolution
+CLOCK_SLACK_S = 0.05  # an event loop's timers may be early by its clock's resolution
 
 _errors_only = logging.getLogger(f"{__name__}.errors")
-_errors_only.setLevel(logging.ERROR)  # a stranger's nonsense makes no line for each
+_errors_only.setLevel(logging.ERROR)  # no line for each malformed request of a stranger
 
 
 class Kept(Protocol):
-    """A connection without a request, which its client may use again."""
+    """An idle keep-alive connection."""
 
     def let_go(self) -> None:
         """`leave`, and close."""
 
 
 class ConnectionGuard:
-    """Counts connections, in all and by client address; those of a proxy are counted request by request, as `limits`
-    knows for whom they are. Where there is no room, the one goes that has been kept without a request for longest.
-    `now` is a clock that stands still while this process does."""
+    """Counts connections, in all and by client address; those of a trusted proxy have no limit per address here, as
+    `limits` counts their requests per client. At a limit, the connection that has been idle longest is closed to make
+    room. `now` is a clock that stands still while this process does."""
 
     def __init__(
         self, config: GatewayConfig, on_slow_client: Callable[[], None], now: Callable[[], float] = time.monotonic
@@ -50,10 +50,10 @@ class ConnectionGuard:
         self._proxies = TrustedProxies(config.forwarded_allow_ips)
         self._by_client: Counter[str] = Counter()
         self._total = 0
-        self._kept: dict[Kept, str] = {}  # client addresses, by connection, in the order in which they came to rest
+        self._kept: dict[Kept, str] = {}  # client addresses by connection, longest idle first
 
     def enter(self, peer: str) -> PagodaError | None:
-        """Admit a connection, or say why not; who was admitted must `leave`."""
+        """Admit a connection, or say why not; an admitted one must `leave`."""
         config = self.config
         if self._total >= config.max_connections and not self._made_room():
             return PagodaError(ErrorCode.OVERLOADED, f"this server takes {config.max_connections} connections at once")
@@ -96,7 +96,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.asked = False
         self._guard = guard
         self._entered = False
-        self._full: PagodaError | None = None  # why it has but a spare place
+        self._full: PagodaError | None = None  # why it has only a spare place
         self._in_head = False
         self._head_bytes = 0
         self._num_headers = 0
@@ -125,7 +125,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._leave()
         super().connection_lost(exc)
         if self.cycle is not None:
-            self.cycle.body = bytearray()  # nobody reads it now, and the two, referring to each other, may lie about
+            self.cycle.body = bytearray()  # never read again, and a reference cycle may keep it in memory
 
     def _leave(self) -> None:
         if self._entered:
@@ -160,7 +160,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_timer = self._slow_timer = None
 
     def _refuse(self, error: PagodaError) -> None:
-        """Answer outside of any request and close; in the middle of a response only close."""
+        """Answer outside of any request and close; in the middle of a response, only close."""
         if not self._serving and not self.transport.is_closing():
             status, headers, body = refusal(error, {})
             lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
@@ -171,7 +171,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(PagodaError(ErrorCode.INVALID_ARGUMENT, msg))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """An upgrade nobody asked us for is served as plain HTTP, without a line in the log for each."""
+        """Serve an unsupported upgrade as plain HTTP, without a line of log for each."""
 
     # The head of a request
 
@@ -184,7 +184,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._in_head and self._head_bytes > self._guard.config.max_header_bytes + MAX_REQUEST_LINE_BYTES:
             self._refuse(PagodaError(ErrorCode.HEADERS_TOO_LARGE, "the request's head is too large"))
         elif self._in_head or not self._serving:
-            # Also with nothing but line breaks between two requests: those stop uvicorn's keep-alive timer.
+            # Even for bare line breaks between two requests: they stop uvicorn's keep-alive timer.
             self._arm_head_timer()
 
     def on_message_begin(self) -> None:
@@ -194,7 +194,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = self._num_headers = self._header_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Headers past the limit are counted and not kept."""
+        """Headers beyond the limits are counted but not kept."""
         self._num_headers += 1
         self._header_bytes += len(name) + len(value)
         config = self._guard.config
@@ -230,7 +230,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        if not self.transport.is_closing():  # what was refused by its head has nobody to read it
+        if not self.transport.is_closing():  # refused by its head: nobody reads the body
             super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -238,7 +238,7 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _target_problem(self) -> PagodaError | None:
-        """None for a path, or a URL of the very host the Host header names."""
+        """None for a path, or for a URL whose host is exactly that of the Host header."""
         if len(self.url) > MAX_REQUEST_LINE_BYTES:
             limit = MAX_REQUEST_LINE_BYTES
             return PagodaError(ErrorCode.HEADERS_TOO_LARGE, f"the request target must be at most {limit} bytes")
@@ -290,7 +290,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._slow_timer = self.loop.call_later(limit_s, self._on_slow_client, size, self._guard.now())
 
     def _on_slow_client(self, size_before: int, armed_at: float) -> None:
-        """Nothing is written while paused, so a client that read anything has shrunk the buffer."""
+        """Nothing is written while paused, so if the client has read anything, the buffer is smaller."""
         slept = self._guard.now() - armed_at < self._guard.config.slow_client_timeout_s - CLOCK_SLACK_S
         if slept or self.transport.get_write_buffer_size() < size_before:
             self._arm_slow_timer()

@@ -16,12 +16,12 @@ from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http import listening
 from pagoda_gateway.http.protocol import ConnectionGuard, GuardedProtocol
 
-LEAVE_S = 2.0  # from ending what is still open to cutting connections
+LEAVE_S = 2.0  # from ending open requests to cutting connections
 BACKLOG = 2048
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server, less its signal handlers. `listening` is set once connections are accepted."""
+    """uvicorn's server without its signal handlers. `listening` is set once connections are accepted."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -32,7 +32,7 @@ class HttpServer(uvicorn.Server):
         self.listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Before loops close what they are given, and in one step with that: nobody accepts in between.
+        # Before uvicorn closes the sockets, and without an await in between, so that nothing is accepted meanwhile.
         for listener in sockets or ():
             listening.end(listener)
         await super().shutdown(sockets)
@@ -42,7 +42,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     def cut_connections(self) -> None:
-        """What did not end in time does not outlive the server."""
+        """Abort connections that did not end in time."""
         for connection in list(self.server_state.connections):
             transport: Any = connection.transport
             transport.abort()

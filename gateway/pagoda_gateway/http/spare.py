@@ -1,8 +1,8 @@
-"""A gateway without room for more connections is no dead one, and whoever looks after it must see that.
+"""Keeps health checks answered while all connections are taken: a full gateway is not a dead one.
 
-What comes beyond the limits has one of a few spare places, just for long enough to say what it wants: health is
-answered, all else is refused. Who says nothing holds no place: where they are taken, the silent one of longest standing
-goes, first of the client who comes, if that has its share, else of those who have most.
+A connection beyond the limits gets one of a few spare places, long enough to send one head: health requests are
+answered, all others refused. Silent connections hold no place for long: when places run out, the oldest silent one is
+closed, of the new client if it has its share, otherwise of the clients with the most places.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Spare(Protocol):
 
 class SparePlaces:
     def __init__(self) -> None:
-        self._clients: dict[Spare, str] = {}  # in the order in which they came
+        self._clients: dict[Spare, str] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._clients)
 
     def take(self, connection: Spare, client: str) -> bool:
-        """Whether there is a place, or one could be made; who has one must `leave`."""
+        """Take a place, making room if needed. Returns whether it got one; if so, it must `leave`."""
         held = Counter(self._clients.values())
         if held[client] >= SPARE_PLACES_PER_CLIENT:
             found = self._made_room(frozenset((client,)))
@@ -50,7 +50,7 @@ class SparePlaces:
         return found
 
     def leave(self, connection: Spare) -> None:
-        """Also of one that has no place."""
+        """Give the place back. Safe without one."""
         self._clients.pop(connection, None)
 
     def _made_room(self, clients: frozenset[str]) -> bool:
@@ -64,7 +64,7 @@ class SparePlaces:
 
 
 def asks_health(target: bytes, headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether it can be answered at once: there is no body to wait for. Names of `headers` are in lower case."""
+    """Whether this is a health request without a body, to be answered at once. Names of `headers` are lower-case."""
     if target.partition(b"?")[0] not in _PATHS:
         return False
     return all(

@@ -1,7 +1,7 @@
-"""Server-sent events that never hang and never lie: silence is pinged, a lost client is noticed, errors are said.
+"""Server-sent events: pings during silence, detection of lost clients, and errors reported in the stream.
 
-Until the first event is there nothing is sent, so an early failure has its proper status; after `ping_interval_s` of
-silence (0: never) the stream opens anyway. A failure in mid-stream is one `error` event, and no `[DONE]` follows it.
+Nothing is sent before the first event, so an early failure has its proper status; after `ping_interval_s` of silence
+(0: never) the stream opens anyway. A failure in mid-stream becomes one `error` event, and no `[DONE]` follows it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _HEADERS = [
 
 
 def keep_body_sender(scope: Scope, send: Send) -> None:
-    """Whoever stands between `send` and a stream looks at the head of a response only; its body may go past them."""
+    """Remember `send` for bodies: the middleware between it and a stream only looks at a response's head."""
     scope.setdefault("state", {})["send_body"] = send
 
 
 def body_sender(scope: Scope, send: Send) -> Send:
-    """What was kept for this request, else `send`."""
+    """The `send` kept for this request, otherwise the one given."""
     kept: Send = scope.get("state", {}).get("send_body", send)
     return kept
 
 
 class ClientGone(PagodaError):
-    """The client disconnected; nobody reads an answer."""
+    """The client disconnected; nobody will read an answer."""
 
     def __init__(self) -> None:
         super().__init__(ErrorCode.CANCELLED, "the client left")
@@ -52,7 +52,7 @@ async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
     """Cancel the block when the client leaves.
 
     Raises:
-        ClientGone: it left; whatever the block holds was released by the cancellation.
+        ClientGone: it left; the cancellation has released what the block held.
     """
     task = asyncio.current_task()
     gone = False
@@ -93,7 +93,7 @@ class EventStream(Response):
         self._ping = ping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """In a task of its own, so that an event wakes this stream and not all that stand around its request."""
+        """Stream in a separate task, so that an event wakes this stream and not all middleware around the request."""
         await asyncio.create_task(self._stream(scope, receive, send))
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +117,7 @@ class EventStream(Response):
 
 
 class _Writer:
-    """Writes of the stream and of the pinger, one at a time. `send_body` is for all but the head."""
+    """Serialises the writes of the stream and of the pinger. `send_body` sends everything but the head."""
 
     def __init__(self, send: Send, send_body: Send, ping: bytes, head: list[tuple[bytes, bytes]]) -> None:
         self._send = send
@@ -142,7 +142,7 @@ class _Writer:
         await self.write(b"", more=False)
 
     async def end_with(self, last: bytes) -> bool:
-        """False if nothing was sent yet, so that a proper response still can be; then pinging stops."""
+        """Send a last event. False, and no more pings, if nothing was sent yet: a proper response is still possible."""
         async with self._lock:
             if not self._open:
                 self._ended = True

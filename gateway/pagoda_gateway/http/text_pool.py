@@ -1,11 +1,11 @@
-"""Text work is cut into pieces, and pieces take turns by client: nobody's backlog is in front of anybody else's.
+"""Runs text work in bounded pieces on a few threads; clients take turns, so no client waits for another's backlog.
 
-Parsing, rendering, tokenising and their inverses run here unless they are shorter than waking a thread. The books
-belong to the event loop; threads only run pieces. A piece whose client is gone is dropped before it begins; one that
-runs is short, because whoever cuts the work bounds it. Large pieces leave one thread to the small ones.
+Parsing, rendering, tokenising and their inverses run here unless they are shorter than waking a thread. The event loop
+owns all state; threads only run pieces. A piece whose client is gone is dropped before it starts; a running one is
+short, because its submitter bounds it. Large pieces leave one thread to the small ones.
 
-Who holds Python's lock is in the way of the event loop for as long as it takes him to get a processor. So only work
-that lets go of the lock gives way where processors are short.
+A thread that holds the GIL blocks the event loop until it gets a CPU. So only work that releases the GIL runs at a
+lower priority where CPUs are short.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Any, TypeVar
 from pagoda_gateway.http.memory import give_back_freed
 from pagoda_proto.errors import ErrorCode, PagodaError
 
-INLINE_SIZE = 4096  # characters, bytes or token ids; less is done faster than a thread is woken
+INLINE_SIZE = 4096  # characters, bytes or token ids; less takes less time than waking a thread
 LARGE_SIZE = 128 * 1024
-NICENESS = 10  # more than whoever made the pool has
+NICENESS = 10  # added to that of the pool's creator
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Piece:
-    """`size` is what the work is proportional to. What is `native` computes without Python's lock."""
+    """`size` is what the work is proportional to. A `native` piece computes without the GIL."""
 
     client: str
     size: int
@@ -61,12 +61,12 @@ class _Line:
 
 
 class FairQueue:
-    """First come, first served within a client; clients take turns. Pure books, bounded in all and by client."""
+    """FIFO within a client, round-robin between clients. Pure state, bounded in all and by client."""
 
     def __init__(self, max_waiting: int, max_waiting_per_client: int) -> None:
         self._max_waiting = max_waiting
         self._max_per_client = max_waiting_per_client
-        self._lines: OrderedDict[str, _Line] = OrderedDict()  # in the order of turns; none is empty
+        self._lines: OrderedDict[str, _Line] = OrderedDict()  # in turn order; none is empty
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -83,14 +83,14 @@ class FairQueue:
         self._num_waiting += 1
 
     def remove(self, piece: Piece) -> None:
-        """Nothing happens if it is not waiting."""
+        """Remove a piece if it is waiting."""
         line = self._lines.get(piece.client)
         if line is not None and piece in line.of(piece):
             line.of(piece).remove(piece)
             self._leave(piece.client, line)
 
     def next(self, *, large: bool) -> Piece | None:
-        """The piece whose turn it is; without `large`, the first small one."""
+        """Take the piece whose turn it is; without `large`, the first small one."""
         for client, line in self._lines.items():
             pieces = line.small or (line.large if large else line.small)
             if pieces:
@@ -107,8 +107,8 @@ class FairQueue:
 
 
 def _yield_to_others() -> None:
-    """Where processors are short, who streams goes before who tokenises long texts. Linux knows priorities of threads;
-    a sandbox may forbid to set any, and then all are equal."""
+    """Let streams run before the tokenising of long texts where CPUs are short. Linux has priorities per thread; a
+    sandbox may forbid setting them, and then all are equal."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
@@ -128,11 +128,11 @@ class TextPool:
         self._yielding = ThreadPoolExecutor(num_threads, thread_name_prefix="native", initializer=_yield_to_others)
 
     async def run(self, client: str, size: int, work: Callable[[], T], *, native: bool = False) -> T:
-        """The result of `work`, which is `native` if it spends its time without Python's lock. Cancelling takes a
-        waiting piece out of the queue.
+        """Return the result of `work`, which is `native` if it spends its time without the GIL. Cancelling removes a
+        waiting piece from the queue.
 
         Raises:
-            PagodaError: OVERLOADED when too much is waiting; or what `work` raises.
+            PagodaError: OVERLOADED if too much is waiting; or whatever `work` raises.
         """
         if size <= INLINE_SIZE:
             return work()
@@ -146,7 +146,7 @@ class TextPool:
             self._queue.remove(piece)
 
     def close(self) -> None:
-        """What waits is never run; what runs is not waited for."""
+        """Drop waiting pieces; do not wait for running ones."""
         self._closed = True
         for threads in (self._threads, self._yielding):
             threads.shutdown(wait=False, cancel_futures=True)
@@ -174,7 +174,7 @@ class TextPool:
         if self._closed:
             return
         if piece.large:
-            # By no thread that yields, as others' memory is locked meanwhile; then the next large one may take its own.
+            # Not on a low-priority thread, as the allocator is locked meanwhile. The next large piece starts after it.
             asyncio.wrap_future(self._threads.submit(give_back_freed)).add_done_callback(self._end_large)
         self._begin()
 
