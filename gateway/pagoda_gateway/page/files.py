@@ -1,4 +1,4 @@
-"""A page is a fixed set of files, read once. A path names one of them or nothing: no path becomes a file's name."""
+"""The page's files: a fixed set, read once. A path is looked up among them and never becomes a file name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PATHS = frozenset(map(path_of, _names()))
 
 
 def load() -> dict[str, PageFile]:
-    """By path."""
+    """Return all files by path."""
     place = resources.files(__package__)
     return {path_of(name): _read((place / name).read_bytes(), name) for name in _names()}
 

@@ -1,6 +1,6 @@
-"""A line of a batch is answered by what would answer it as a request: the same body, job, run and writer.
+"""Answers a line of a batch with the code that would answer it as a request: the same body, job, run and writer.
 
-It differs in that nobody waits for it: it runs behind everything that somebody waits for, and it is no stream.
+The difference is that no client waits for it: it runs behind all requests with waiting clients, and is never a stream.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from pagoda_proto.pooling.kinds import EMBED
 
 DIALECTS: dict[str, Dialect[Any]] = {dialect.path: dialect for dialect in (CHAT, COMPLETIONS, RESPONSES)}
 ENDPOINTS = (*DIALECTS, EMBEDDINGS)
-CLIENT = "batches"  # whose turn it is where clients take turns
-SHARE = 4  # of the memory for requests, a line may take one in so many
+CLIENT = "batches"  # the client that batches count as where clients take turns
+SHARE = 4  # a line may take 1/SHARE of the memory for requests
 
 
 class BatchService:
@@ -51,7 +51,7 @@ class BatchService:
         self._ctx = ctx
 
     def known(self, model: str | None) -> str:
-        """Also of an adapter that is loaded with the first line for it."""
+        """The model's name, which may be an adapter that its first line will load. Raises PagodaError."""
         try:
             return self._ctx.catalogue.find(model, NOBODY).name
         except PagodaError:
@@ -105,7 +105,7 @@ class BatchService:
 
 
 def _hold(holding: Holding, num_bytes: int) -> None:
-    """Instead of what was held."""
+    """Hold this much instead of what was held."""
     holding.release()
     holding.grow_to(num_bytes)
 
@@ -113,7 +113,7 @@ def _hold(holding: Holding, num_bytes: int) -> None:
 def batch_runner(
     ctx: GatewayContext, batches: Batches, on_result: Callable[[bool], None] = lambda failed: None
 ) -> BatchRunner:
-    """What works on the batches, not started yet. `on_result` is told of every line whether it failed."""
+    """Build the batch runner, not started yet. `on_result` is called for every line with whether it failed."""
     desk = Desk(
         batches=batches,
         files=files_of(ctx),
@@ -126,6 +126,6 @@ def batch_runner(
 
 
 def behind_all(job: Job) -> Job:
-    """Behind all that somebody waits for, in the order of the priorities that its lines asked for."""
+    """Move a job behind all requests with waiting clients, keeping the order of the priorities that lines asked for."""
     records = (msgspec.structs.replace(record, priority=in_background(record.priority)) for record in job.records)
     return msgspec.structs.replace(job, records=tuple(records))

@@ -1,4 +1,4 @@
-"""OpenAI's batches: a file of requests is answered when there is time, and becomes a file of answers."""
+"""OpenAI's batches: a file of requests is answered when there is spare capacity, into a file of answers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _add_create(routes: APIRouter, ctx: GatewayContext, batches: Batches) -> Non
 
 
 async def _check_input(files: Files, owner: str, file_id: str) -> None:
-    """Raises InvalidParams where there is no such file, or it is of another purpose."""
+    """Raises InvalidParams if there is no such file, or it has another purpose."""
     try:
         info = await files.find(owner, file_id)
     except PagodaError as error:

@@ -1,4 +1,4 @@
-"""How routes that read their own bodies and write their own answers are described in /openapi.json."""
+"""Describes routes that parse and render their own bodies in /openapi.json."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def endpoint(
     unavailable: type[BaseModel] | None = ErrorAnswer,
     **options: Any,
 ) -> Callable[[Handler], Handler]:
-    """A decorator that makes a handler the route's; `options` are FastAPI's own, and a `method` where it
-    is not POST for a route with a request body, GET for others."""
+    """Decorate the route's handler. `options` are FastAPI's, plus `method`, which defaults to POST for a route with a
+    request body and to GET for others."""
     method = options.pop("method", "GET" if request is None else "POST")
     extra = _Later(partial(_described, path.replace(":path", ""), method.lower(), request, answer, unavailable))
     return routes.api_route(
@@ -39,7 +39,7 @@ def endpoint(
 
 
 class Document:
-    """/openapi.json: written once, when first asked for, by a thread: it takes longer than a token may be late."""
+    """/openapi.json, written once, on first request, in a thread: it takes longer than a token may be delayed."""
 
     def __init__(self, api: FastAPI) -> None:
         self._api = api
@@ -54,12 +54,12 @@ class Document:
     def _write(self) -> bytes:
         try:
             return json.dumps(self._api.openapi(), ensure_ascii=False, separators=(",", ":")).encode()
-        finally:  # the text is all that is needed: no search for garbage is to look through the rest for good
+        finally:  # only the text is needed: keep the rest out of every future garbage collection
             self._api.openapi_schema = None
 
 
 class _Later(dict[str, Any]):
-    """What FastAPI adds to an operation, made when it is read: it was a fifth of the time in which a gateway starts."""
+    """What FastAPI adds to an operation, built only when read: it was a fifth of a gateway's startup time."""
 
     def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ def _described(
 
     Args:
         path: The route's own.
-        answer: Of status 200; None for one without a JSON body.
-        unavailable: Of status 503; where it is a failure, all others are told alike.
+        answer: Schema of status 200; None for an answer without a JSON body.
+        unavailable: Schema of status 503; if it is a `Failure`, all other errors have it too.
     """
     place = f"#/paths/{path.replace('~', '~0').replace('/', '~1')}/{method}"
     failure = unavailable if unavailable is not None and issubclass(unavailable, Failure) else ErrorAnswer

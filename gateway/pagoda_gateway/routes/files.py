@@ -1,4 +1,4 @@
-"""OpenAI's files: an upload that goes to the store while it comes in, listing, content, deletion."""
+"""OpenAI's files: upload streamed into the store, listing, content, deletion."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _add_one(routes: APIRouter, files: Files) -> None:
         info = await files.find(caller_of(request).tenant, file_id)
         hold_for(request, 2 * MAX_PART_BYTES)
         content = aiter(files.content(info))
-        first = await anext(content)  # a store that is gone is a proper answer still
+        first = await anext(content)  # a failing store can still get a proper error response
         headers = {"content-length": str(info.bytes), "content-disposition": "attachment"}
         return StreamingResponse(_chained(first, content), media_type="application/octet-stream", headers=headers)
 

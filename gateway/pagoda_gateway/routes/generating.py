@@ -1,6 +1,6 @@
-"""Endpoints that generate: a body in, a job run while its client stays, its answer out whole or as a stream.
+"""Endpoints that generate: a body in, a job that runs while its client stays, its answer out whole or as a stream.
 
-They differ in their dialect, and in nothing else. A request with an Idempotency-Key is read from its ticket.
+They differ only in their dialect. A request with an Idempotency-Key is read from its ticket.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def router(ctx: GatewayContext, tickets: Tickets, dialects: Sequence[Dialect[Any
 async def writing(
     ctx: GatewayContext, dialect: Dialect[Any], job: Job, caller: Caller, charge: Charge
 ) -> AsyncIterator[Writer]:
-    """Run a job, whoever asked for it. Raises PagodaError where the engine core does not take it."""
+    """Run a job, and yield its writer. Raises PagodaError if the engine core refuses it."""
     async with running(ctx, job, caller.key, charge) as run:
         yield dialect.writer(ctx, run, None)
 
@@ -72,14 +72,14 @@ async def respond(
     bodies: list[Any],
     named: Named | None,
 ) -> Response:
-    """The answer to the body in `bodies`, which is taken from there, so that nobody keeps it while its job runs."""
+    """Answer the body in `bodies`, and remove it from there, so that nothing keeps it while its job runs."""
     stream, new_job, due_at = bodies[0].stream, job_maker(ctx, dialect, request, bodies), due_at_of(request.headers)
     opened = Opened(None, None) if named is None else await while_connected(request, tickets.open(named, new_job))
     if opened.found is None:
         reading: Writing = partial(_plainly, ctx, dialect, caller_of(request), opened.job or new_job)
     else:
         bodies.clear()
-        hold_for(request, 0, instead=True)  # its job is held by whoever runs it, and not by the request
+        hold_for(request, 0, instead=True)  # the job's runner holds it, not the request
         charge, reader = partial(ctx.charge_for, caller_of(request)), reader_of(request)._replace(due_at=due_at)
         reading = partial(tickets.reading, opened.found, opened.job, dialect, charge, reader)
     headers = headers_of(named, opened)
@@ -106,7 +106,7 @@ async def _events(writing: Writing) -> AsyncGenerator[bytes, None]:
 
 
 def job_maker(ctx: GatewayContext, dialect: Dialect[Any], request: Request, bodies: list[Any]) -> NewJob:
-    """Makes the job of the body in `bodies`, of which nothing else is left then."""
+    """Return a function that turns the body in `bodies` into a job, after which nothing keeps the body."""
     caller, arrived_at, timeout_s = caller_of(request), time.time(), timeout_of(request.headers)
 
     async def new_job() -> Job:

@@ -1,4 +1,4 @@
-"""The models this gateway serves, of those the caller may use; adapters come and go over HTTP, for who may."""
+"""Lists the models that the caller may use; callers with the right to do so load and unload adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators and probes ask: is it alive, ready, started; which version; how busy; and the API described."""
+"""Endpoints for operators and probes: liveness, readiness, startup, version, load, and the API's description."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _add_reports(routes: APIRouter, ctx: GatewayContext, health: Health, metrics
 
 
 def _add_heads(routes: APIRouter) -> None:
-    """Probes ask by HEAD, too: the same answer, of which the server leaves the body out."""
+    """Add HEAD for probes: the same answer, of which the server omits the body."""
     for route in list(routes.routes):
         if isinstance(route, APIRoute):
             routes.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)

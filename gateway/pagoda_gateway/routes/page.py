@@ -1,4 +1,4 @@
-"""GET / and the files of its page, which need no key: they tell nothing, and what they ask for does."""
+"""GET / and the files of its page. They need no key, as they reveal nothing; the API calls they make do need one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-cache",  # kept, and asked for again by its tag
+    "cache-control": "no-cache",  # cached, and revalidated by ETag
 }
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what becomes of a response afterwards: looked up, followed, cancelled, deleted."""
+"""POST /v1/responses, and operations on a response afterwards: retrieve, follow, cancel, delete."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _add_create(routes: APIRouter, ctx: GatewayContext, background: BackgroundRe
 async def _begin_once(
     background: BackgroundResponses, tickets: Tickets, named: Named | None, new_job: NewJob
 ) -> tuple[str, bytes, Mapping[str, str]]:
-    """The name of the response in the background, what it is as it begins, b"" where it began before, and what is to be
-    said of its ticket."""
+    """Begin a background response, unless its ticket has begun it before. Returns its id, its initial JSON (b"" if it
+    began before), and the headers about its ticket."""
     opened = Opened(None, None)
     while named is not None:
         opened = await tickets.open(named, new_job)
@@ -83,8 +83,8 @@ async def _begin_once(
 
 
 async def _forget_unless_begun(background: BackgroundResponses, tickets: Tickets, found: Found) -> None:
-    """Where it could not be taken back, or nobody knows, the ticket stays: who asks again is told of it if it runs, and
-    else begins it anew after a while."""
+    """Forget the ticket if no response is kept. Otherwise, or if the store does not say, it stays: a repeated request
+    gets the response if it runs, and after a while begins it anew if not."""
     if not await background.is_kept(found.ticket.job_id, found.owner):
         await tickets.forget(found)
 
@@ -120,7 +120,7 @@ def _add_delete(routes: APIRouter, ctx: GatewayContext, background: BackgroundRe
         caller, kept = caller_of(request), ctx.responses
         await kept.cancel(response_id, caller.tenant)
         await background.cancelled(response_id)
-        await tickets.forget_job(response_id, caller.tenant)  # first, as it would have it kept again
+        await tickets.forget_job(response_id, caller.tenant)  # before the deletion: it could store the response again
         await kept.delete(response_id, caller.tenant)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -142,8 +142,8 @@ def _add_input_items(routes: APIRouter, ctx: GatewayContext) -> None:
 
 
 async def _response(ctx: GatewayContext, background: BackgroundResponses, name: str, caller: Caller) -> bytes:
-    """As it is now."""
-    for _ in range(2):  # again where it has ended meanwhile
+    """The response as it is now."""
+    for _ in range(2):  # again if it ended meanwhile
         _, kept = await ctx.responses.find(name, caller.tenant)
         if kept.ended:
             return await ctx.responses.response(name, kept)
@@ -155,7 +155,7 @@ async def _response(ctx: GatewayContext, background: BackgroundResponses, name: 
 
 
 def _listed(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every item has an id of its own, by its place if it came without, and its content in parts."""
+    """Give every item a unique id, by its place if it has none, and its content in parts."""
     found: dict[str, dict[str, Any]] = {}
     for i, item in enumerate(items):
         content = item.get("content")

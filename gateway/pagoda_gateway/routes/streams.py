@@ -1,4 +1,4 @@
-"""GET /v1/streams/{id}: a stream with an Idempotency-Key is gone on with, at any gateway of its store."""
+"""GET /v1/streams/{id}: resumes a stream with an Idempotency-Key, at any gateway that shares its store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DeletedStream(BaseModel):
 
 
 def router(ctx: GatewayContext, tickets: Tickets, dialects: Mapping[str, Dialect[Any]]) -> APIRouter:
-    """`dialects` by their paths."""
+    """`dialects` by path."""
     routes = APIRouter(tags=["streams"])
 
     @endpoint(routes, ONE, "Go on with a stream behind its Last-Event-ID", None)

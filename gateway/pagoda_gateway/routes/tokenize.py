@@ -1,6 +1,4 @@
-"""What the model would see, and what tokens say: POST /tokenize and /detokenize, in vLLM's shapes; or only how much it
-is, in Anthropic's.
-"""
+"""Tokenising without generating: POST /tokenize and /detokenize as vLLM has them, and Anthropic's count of tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def _add_tokenize(routes: APIRouter, ctx: GatewayContext) -> None:
 
 
 async def _token_ids(ctx: GatewayContext, model: ServedModel, body: TokenizeRequest, caller: Caller) -> list[int]:
-    """Texts longer than the context are counted too, up to a length of their own."""
+    """Texts longer than the context are tokenised too, up to `max_tokenize_chars`."""
     param = "prompt" if body.messages is None else "messages"
     reader = Reader(ctx.pool, model, caller.key, param, max_chars=ctx.config.max_tokenize_chars)
     if body.messages is not None:

@@ -1,4 +1,4 @@
-"""What was asked and answered, for whoever asked it; and the same asked again: is it answered the same?"""
+"""Transcripts of finished requests, for their callers; and recomputing one, to check that the answer is the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.records import RequestRecord
 
 ONE, AGAIN = "/v1/requests/{request_id}/transcript", "/v1/requests/replay"
-BYTES_PER_BYTE = 16  # a transcript as Python keeps it, for each byte of its JSON
+BYTES_PER_BYTE = 16  # memory of a parsed transcript per byte of its JSON
 
 
 def router(ctx: GatewayContext) -> APIRouter:
@@ -64,7 +64,7 @@ async def _asked(ctx: GatewayContext, request: Request) -> Transcript:
 
 
 def _read(data: bytes) -> Transcript:
-    """Without what was answered, which only its owner compares: it may be far more than what was asked."""
+    """Parse without the answer, which only the client compares: it may be far larger than the request."""
     try:
         kept = read_transcript(data)
     except ValueError as error:
@@ -91,7 +91,7 @@ def too_large() -> PagodaError:
 
 
 def _model_of(ctx: GatewayContext, kept: Transcript, caller: Caller) -> ServedModel:
-    """By what is computed with, whatever it is called here. Raises PagodaError MODEL_NOT_FOUND."""
+    """Find the model by its adapter's digest, whatever its name here. Raises PagodaError MODEL_NOT_FOUND."""
     for model in ctx.catalogue.of(caller):
         if kept.adapter == ("" if model.adapter is None else model.adapter.digest):
             return model
@@ -100,7 +100,7 @@ def _model_of(ctx: GatewayContext, kept: Transcript, caller: Caller) -> ServedMo
 
 
 def _job(ctx: GatewayContext, kept: Transcript, caller: Caller) -> Job:
-    """Checked as every request is. Raises PagodaError."""
+    """Build the job, checked like any request. Raises PagodaError."""
     model = _model_of(ctx, kept, caller)
     at_most("parts", len(kept.parts), ctx.config.max_prompts)
     at_most("functions", len(kept.how.functions), ctx.config.max_tools)

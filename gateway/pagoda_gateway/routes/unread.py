@@ -1,7 +1,7 @@
-"""What can be told a request by its head alone, so that its body need not be read: that there is no room for it.
+"""Under overload, refuses requests by their head alone, without reading the body.
 
-That holds for whoever would only be one more of its kind. A client that says who it is (an Idempotency-Key) may have an
-answer here already; and a response may be for the background, where it waits.
+This applies if a request of the same kind was just refused. It excludes requests with an Idempotency-Key, which may
+have an answer here already, and /v1/responses, which may be meant for the background, where they wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATHS = frozenset(dialect.path for dialect in DIALECTS)
 
 
 def refusing_unread(ctx: GatewayContext) -> Unread:
-    most_urgent = min(0, ctx.config.min_priority)  # that the body may ask for
+    most_urgent = min(0, ctx.config.min_priority)  # a body may ask for
 
     def refusal(scope: Scope) -> PagodaError | None:
         if scope["method"] != "POST" or scope["path"] not in PATHS:
@@ -33,7 +33,7 @@ def refusing_unread(ctx: GatewayContext) -> Unread:
         try:
             timeout_s = timeout_of(headers)
         except InvalidParams:
-            return None  # it is told that
+            return None  # the route reports this error
         policy, tenant = ctx.engine.load.policy, origin_of(scope["state"]["caller"]).tenant
         return ctx.engine.refusals.repeated(Kind.under(policy, tenant, most_urgent, timeout_s or 0.0))
 

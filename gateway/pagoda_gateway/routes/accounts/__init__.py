@@ -1,1 +1,1 @@
-"""Endpoints about API keys: who may ask, and what each has used."""
+"""Endpoints about API keys: managing them, and reporting their usage."""

@@ -1,4 +1,4 @@
-"""API keys over HTTP, for who has one of the role admin: make, list, look at, revoke."""
+"""API keys over HTTP, for callers with an admin key: create, list, show, revoke."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Endpoints of models that read: bodies of several APIs in, vectors and scores out."""
+"""Endpoints of embedding and scoring models: bodies of several APIs in, vectors and scores out."""

@@ -1,4 +1,4 @@
-"""What these endpoints share: a body's texts are read while its client stays, and its key is charged for them."""
+"""Shared by the pooling endpoints: reads a body's texts while its client stays, and charges its key for them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Asks = TypeVar("Asks", bound=Reading | EmbedRequest)
 
 
 class Place(NamedTuple):
-    """Whose request of which model it is. `hold` counts bytes as held for it, instead of its body's; `priority`
-    makes of what a body asks for what its records have."""
+    """A request's caller, model and charge. `hold` counts bytes as held for it, instead of its body's; `priority` turns
+    the priority a body asks for into that of its records."""
 
     ctx: GatewayContext
     model: ServedModel
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     priority: Callable[[int], int] = int
 
     async def read(self, records: Sequence[RequestRecord]) -> list[bytes]:
-        """What comes of them. Raises PagodaError."""
+        """Return the outputs of `records`. Raises PagodaError."""
         self.hold(held_bytes(records, self.model.text.reading.width))
         self.charge.check(num_tokens(records))
         placed = [replace(record, priority=self.priority(record.priority)) for record in records]
@@ -50,10 +50,10 @@ class Place(NamedTuple):
 async def asking(
     ctx: GatewayContext, request: Request, schema: type[Asks], *kinds: str
 ) -> AsyncIterator[tuple[Asks, Place]]:
-    """The body, while its client stays.
+    """Yield the parsed body, and cancel the block if the client leaves.
 
     Raises:
-        PagodaError: of the body, or there is no such model, or it is for something else than one of `kinds`.
+        PagodaError: the body is invalid, or there is no such model, or the model is none of `kinds`.
     """
     body, caller = await read_body(ctx, request, schema), caller_of(request)
     async with until_disconnect(request.receive):
@@ -63,7 +63,7 @@ async def asking(
 
 
 def model_for(ctx: GatewayContext, name: str | None, caller: Caller, *kinds: str) -> ServedModel:
-    """Raises PagodaError where there is no such model, or it is for something else."""
+    """Raises PagodaError if there is no such model, or it is none of `kinds`."""
     model = ctx.catalogue.find(name, caller)
     check_kind(model, *kinds)
     return model
@@ -81,7 +81,7 @@ def usage_of(records: Sequence[RequestRecord]) -> dict[str, int]:
 async def listed(
     place: Place, prefix: str, data: Iterable[dict[str, Any]], values_each: int, records: Sequence[RequestRecord]
 ) -> dict[str, Any]:
-    """OpenAI's list, and what vLLM says besides."""
+    """OpenAI's list, with vLLM's additional fields."""
     return {
         "id": f"{prefix}-{secrets.token_hex(16)}",
         "object": "list",

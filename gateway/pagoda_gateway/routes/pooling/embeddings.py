@@ -60,7 +60,7 @@ def _add_embeddings(routes: APIRouter, ctx: GatewayContext) -> None:
 
 
 async def embedded(place: Place, body: EmbeddingsRequest) -> dict[str, Any]:
-    """The answer to a body. Raises PagodaError."""
+    """Return the answer to a body. Raises PagodaError."""
     pooling = PoolingParams(output=EMBED, normalize=body.normalize, dimensions=body.dimensions or 0)
     records, found = await _read(place, _asked(body, pooling), body.input)
     data = (
@@ -91,7 +91,7 @@ def _add_pooling(routes: APIRouter, ctx: GatewayContext) -> None:
 
 
 def _pooled(data: bytes, record: RequestRecord, model: ServedModel, output: str, encoding: str | None) -> Any:
-    """Vectors of tokens come token by token, but in base64 all in one."""
+    """Vectors of tokens are a list per token, but one string in base64."""
     if output != TOKEN_EMBED:
         return shown(data, encoding)
     late = model.text.reading.late

@@ -1,4 +1,4 @@
-"""How well texts go together: vLLM's score, and ranking as Jina, Cohere and text-embeddings-inference have it."""
+"""Relevance of texts to one another: vLLM's score, and reranking as Jina, Cohere and text-embeddings-inference do."""
 
 from __future__ import annotations
 
