@@ -218,7 +218,7 @@ def _own_problems(p: SamplingParams) -> Iterator[Problem]:
     if len(p.grammar) > MAX_GRAMMAR_CHARS:
         yield Problem("grammar", f"at most {MAX_GRAMMAR_CHARS} characters are allowed, got {len(p.grammar)}")
     if p.grammar and p.ignore_eos:
-        yield Problem("ignore_eos", "cannot go with a grammar, whose end is an end of sequence")
+        yield Problem("ignore_eos", "cannot be used with a grammar, which ends with an end of sequence")
     yield from _list_problems(p)
     yield from _beam_problems(p)
 

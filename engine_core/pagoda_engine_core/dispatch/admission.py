@@ -231,7 +231,8 @@ class Admission:
     def _check_model(self, submission: Submission) -> None:
         begun = submission.resume.begun
         if begun is not None and begun.model_fingerprint != self.model_fingerprint:
-            message = f"begun with model {begun.model_fingerprint!r}, {self.model_fingerprint!r} is served here"
+            was, here = begun.model_fingerprint, self.model_fingerprint
+            message = f"the request began with model {was!r}, and {here!r} is served here"
             raise PagodaError(ErrorCode.STREAM_INTERRUPTED, message, "begun")
 
     def _check_bounds(self, submission: Submission, num_waiting: int, num_tokens: int) -> None:
@@ -294,7 +295,7 @@ def _check_task(record: RequestRecord, limits: ModelLimits, readings: Readings) 
         check_pooling(record.task.pooling, record.prompt_token_ids, limits, readings)
         return 1
     if readings.outputs:
-        message = f"this model gives {' and '.join(readings.outputs)} of a prompt, and continues none"
+        message = f"this model gives {' and '.join(readings.outputs)} and does not generate text"
         raise InvalidParams([Problem("task", message)])
     return check_for_model(record.task.params, record.prompt_token_ids, limits)
 
@@ -311,7 +312,7 @@ def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:
     if not 0 <= seed <= MAX_SEED:
         yield Problem("seed", f"must be between 0 and {MAX_SEED}, got {seed}")
     if record.task.params.grammar and not record.task.eos_token_ids:
-        yield Problem("eos_token_ids", "a grammar's end is an end of sequence, and there is none")
+        yield Problem("eos_token_ids", "a grammar needs an end-of-sequence token, and none was given")
     if asked is not None and asked != seed:
         yield Problem("seed", f"the seed in force ({seed}) is not the one asked for ({asked})")
     if not MIN_PRIORITY <= record.priority <= LAST_PRIORITY:

@@ -106,10 +106,10 @@ class Router:
 
     def _give_up_or_queue(self, request: Request, unproven: bool, now: float) -> list[Delta]:
         if unproven and request.deaths >= self._config.max_attempts:
-            message = f"{request.deaths} workers were lost while they computed this request, and it made no token"
+            message = f"{request.deaths} workers were lost while they computed this request, before it had a token"
             return request.fail(ErrorCode.REQUEST_FAILED_REPEATEDLY, message, now)
         if request.lost_lives >= MAX_LOST_LIVES:
-            message = f"{request.lost_lives} workers have begun this request, and none made a token of it"
+            message = f"{request.lost_lives} workers began this request, and none produced a token"
             return request.fail(ErrorCode.INTERNAL, message, now)
         self.add(request, now)
         return []
@@ -128,7 +128,7 @@ class Router:
         """Have a worker leave, within the time that one takes that leaves by itself. PagodaError NOT_FOUND."""
         workers = [worker for worker in self.workers.values() if worker.hello.worker_id == worker_id]
         if not workers:
-            raise PagodaError(ErrorCode.NOT_FOUND, f"no worker {worker_id!r} is at work here", "worker_id")
+            raise PagodaError(ErrorCode.NOT_FOUND, f"there is no worker {worker_id!r} here", "worker_id")
         for worker in workers:
             worker.leave_by = min(worker.leave_by or math.inf, now + WORKER_DRAINS_S)
 
@@ -223,7 +223,7 @@ class Router:
             return ErrorCode.UNAVAILABLE, "could not go on, for no worker came"
         others = {worker.hello.numerics_id for worker in self.workers.values()} | {self.refused_numerics}
         there = ", ".join(repr(name) for name in sorted(others - {"", request.begun.numerics_id}))
-        why = f"could not go on, for no worker came that computes as {request.begun.numerics_id!r}"
+        why = f"could not continue: no worker came with numerics {request.begun.numerics_id!r}"
         return ErrorCode.STREAM_INTERRUPTED, why + (f" (there was {there})" if there else "")
 
     # --- the choice of a worker ---------------------------------------------------------------------------------------

@@ -74,9 +74,8 @@ class GrammarChecker:
             except Exception:  # those that wait behind it are judged by another process
                 log.exception("a grammar cannot be judged")
                 self._end_process()
-                verdict = Verdict(
-                    PagodaError(ErrorCode.INTERNAL, "this grammar cannot be judged", "grammar"), final=False
-                )
+                message = "checking this grammar failed; try again, or send another one"
+                verdict = Verdict(PagodaError(ErrorCode.INTERNAL, message, "grammar"), final=False)
             if not self._closed:
                 told(grammar, verdict)
         self._end_process()

@@ -64,7 +64,8 @@ class Turns:
             self._changed.notify()
 
     def overloaded(self) -> PagodaError:
-        return PagodaError(ErrorCode.OVERLOADED, f"{self._most} grammars wait to be checked", "grammar")
+        message = f"{self._most} grammars are already waiting to be checked; try again"
+        return PagodaError(ErrorCode.OVERLOADED, message, "grammar")
 
     def _waits(self, grammar: str) -> bool:
         return any(grammar in line for line in self._lines.values())

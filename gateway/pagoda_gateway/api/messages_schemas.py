@@ -118,7 +118,7 @@ class ToolChoice(Body):
     @model_validator(mode="after")
     def _fields_agree(self) -> ToolChoice:
         if (self.name is not None) != (self.type == "tool"):
-            raise ValueError("name belongs to the type tool, and only there")
+            raise ValueError("name is required with the type tool, and not allowed with others")
         return self
 
 
@@ -133,7 +133,7 @@ class Thinking(Body):
     @model_validator(mode="after")
     def _budget_if_enabled(self) -> Thinking:
         if (self.budget_tokens is not None) != (self.type == "enabled"):
-            raise ValueError("budget_tokens is required with the type enabled, and only there")
+            raise ValueError("budget_tokens is required with the type enabled, and not allowed with others")
         return self
 
 

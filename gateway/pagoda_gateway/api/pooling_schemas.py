@@ -115,7 +115,7 @@ class RerankRequest(Reading):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} goes with {'texts' if self.texts is None else 'documents'}")
         if self.truncate_prompt_tokens is not None and (self.truncate or self.max_tokens_per_doc is not None):
-            raise ValueError("truncate_prompt_tokens is said twice")
+            raise ValueError("truncate_prompt_tokens is given twice")
         return self
 
 

@@ -114,7 +114,7 @@ def check_choice(tools: Sequence[str], asked: bool, chosen: Sequence[str]) -> No
         raise ValueError("tool_choice needs tools")
     known = set(tools)
     if len(known) < len(tools):
-        raise ValueError("tools must have names of their own")
+        raise ValueError("each tool must have a different name")
     for name in chosen:
         if name not in known:
             raise ValueError(f"tool_choice names {name[:64]!a}, which is not among the tools")

@@ -250,7 +250,7 @@ class BatchWork:
         batch = await self._batches.find(self._owner, self._id)
         cancelled = batch.status is Status.CANCELLING
         if not cancelled and not self._overdue(batch):
-            raise PagodaError(ErrorCode.UNAVAILABLE, "somebody else is ahead")
+            raise PagodaError(ErrorCode.UNAVAILABLE, "another gateway is working on this batch")
         code, message = CANCELLED if cancelled else EXPIRED
         async for lines in self._lines(batch):
             left = [line for line in lines if not results.has(line.number)]

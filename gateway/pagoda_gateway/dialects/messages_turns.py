@@ -34,7 +34,8 @@ def chat_of(body: CountTokensRequest, options: Mapping[str, Any] | None = None) 
     turns = list(_turns(body))
     unfinished = body.messages[-1].role == "assistant"
     if unfinished and turns[-1].calls:
-        raise InvalidParams([Problem("messages", "the last one calls tools; a user message with their results is due")])
+        message = "the last one calls tools, and must be followed by a user message with their results"
+        raise InvalidParams([Problem("messages", message)])
     return Chat(
         turns=turns,
         tools=[_tool(tool) for tool in body.tools_in_use],

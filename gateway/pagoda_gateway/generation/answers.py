@@ -99,12 +99,14 @@ def check_budget(formats: Formats, field: str) -> None:
     """Raises InvalidParams where thoughts cannot be cut short."""
     reasoning = formats.reasoning
     if reasoning is None:
-        raise InvalidParams([Problem(field, "this model's chat template has no thoughts that are known here")])
+        raise InvalidParams([Problem(field, "this server knows no way to find thoughts in what this model writes")])
     if not any(reasoning.close.startswith(token) for token in formats.tokens):
-        raise InvalidParams([Problem(field, "the end of this model's thoughts is no token, so they cannot be counted")])
+        raise InvalidParams(
+            [Problem(field, "this model ends its thoughts with no single token, so they cannot be limited")]
+        )
 
 
 def check_form(formats: Formats, field: str) -> None:
     """Raises InvalidParams where a form cannot go with tools."""
     if formats.tools is not None and formats.tools.bare:
-        raise InvalidParams([Problem("tools", f"cannot go with {field}: this model writes calls as it writes text")])
+        raise InvalidParams([Problem("tools", f"cannot go with {field}: this model writes tool calls as plain text")])

@@ -50,7 +50,7 @@ class Position(NamedTuple):
         """Raises ValueError for what no position looks like."""
         found = _FORM.fullmatch(text) if len(text) <= MAX_POSITION_CHARS else None
         if found is None:
-            raise ValueError("it is no id of an event of this server")
+            raise ValueError("is not the id of an event of this server")
         stream, tag, besides, places = found.groups()
         pairs = (place.split(".") for place in places.split(","))
         return cls(stream, tag, int(besides), tuple(Place(int(tokens), int(units)) for tokens, units in pairs))
@@ -84,7 +84,7 @@ class Marks:
     def __init__(self, stream: str, made_of: MadeOf, num_choices: int, known: Position | None = None) -> None:
         """Raises ValueError where `known` is not of a stream of so many choices."""
         if known is not None and (known.stream, len(known.places)) != (stream, num_choices):
-            raise ValueError("it is of another stream")
+            raise ValueError("belongs to another stream")
         self.stream = stream
         self._made_of = made_of
         self._known_tag = None if known is None else known.tag
@@ -110,7 +110,7 @@ class Marks:
             PagodaError: STREAM_INTERRUPTED: what the reader has was made of something else.
         """
         if self._known_tag is not None and not self._made_of.fits(self._known_tag):
-            message = "weights or numerics are not those with which this stream began, so nothing goes on with it"
+            message = "this stream cannot be continued: it began with other weights or other numerics"
             raise PagodaError(ErrorCode.STREAM_INTERRUPTED, message)
         return b"id: " + str(self._position()).encode() + b"\n"
 

@@ -28,7 +28,7 @@ def check_generates(model: ServedModel) -> None:
     kind = model.text.reading.kind
     if kind != GENERATE:
         use = "/v1/embeddings" if kind == EMBED else "/classify, /score and /rerank"
-        raise InvalidParams([Problem("model", f"{model.name!r} continues no text: it is for {use}")])
+        raise InvalidParams([Problem("model", f"{model.name!r} does not generate text; use {use}")])
 
 
 def check_products(

@@ -215,7 +215,7 @@ class Run:
             if self._due_at is None or asyncio.get_running_loop().time() < self._due_at:
                 return result
         self._outcome = Outcome.FAILED
-        raise PagodaError(ErrorCode.DEADLINE_EXCEEDED, "the time that this request was given is over")
+        raise PagodaError(ErrorCode.DEADLINE_EXCEEDED, "the request took longer than it was allowed to")
 
     def _wants_more_of(self, part: Part) -> bool:
         return not part.finished or (self._needs_usage and not part.over)

@@ -187,11 +187,11 @@ def read_transcript(data: bytes) -> Transcript:
         transcript = msgspec.json.decode(data, type=Transcript)
         unknown = sorted(_unknown(msgspec.json.decode(data, type=_Named)))
     except (msgspec.DecodeError, PagodaError, RecursionError, UnicodeDecodeError) as error:
-        raise ValueError(f"this is no transcript: {error}") from error
+        raise ValueError(f"this is not a transcript: {error}") from error
     if unknown:
         raise ValueError(f"this transcript has fields that this version does not know: {', '.join(unknown)[:200]}")
     for problem in _problems(transcript):
-        raise ValueError(f"this transcript does not hold together: {problem}")
+        raise ValueError(f"this transcript contradicts itself: {problem}")
     return transcript
 
 

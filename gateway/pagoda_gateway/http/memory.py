@@ -49,7 +49,7 @@ class MemoryBudget:
         if num_bytes > 0:
             own = self._by_client[client] + num_bytes
             if own > self.max_bytes_of_one or self.held_bytes + num_bytes > self._max_bytes:
-                message = "the server holds as much of requests as it may; try again, or send less at once"
+                message = "the server has no memory left for requests; try again, or send less at once"
                 raise PagodaError(ErrorCode.OVERLOADED, message, retry_after_s=1.0)
         self.held_bytes += num_bytes
         self._by_client[client] += num_bytes
@@ -68,9 +68,7 @@ class Holding:
     def grow_to(self, num_bytes: int) -> None:
         """Raises PagodaError OVERLOADED when that is more than there is, and another when it always will be."""
         if num_bytes > self._budget.max_bytes_of_one:
-            raise PagodaError(
-                ErrorCode.REQUEST_TOO_LARGE, "the request takes more memory than one client may have here"
-            )
+            raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, "the request takes more memory than one client may use here")
         if num_bytes > max(COUNTED_ABOVE_BYTES, self._num_bytes):
             self._budget.move(self._client, num_bytes - self._num_bytes)
             self._num_bytes = num_bytes

@@ -102,7 +102,7 @@ class UploadForm:
     def _begin_file(self, filename: str | None) -> None:
         shown = self._name[:64]
         if self._name != FILE_FIELD or self.filename is not None:
-            raise InvalidParams([Problem(shown, f"is a file; one is taken, as the field {FILE_FIELD!r}")])
+            raise InvalidParams([Problem(shown, f"is a file, and only one is accepted, as the field {FILE_FIELD!r}")])
         if filename is None or not filename.isprintable() or not 0 < len(filename) <= MAX_FILENAME_CHARS:
             rule = f"must be a file with a name of 1 to {MAX_FILENAME_CHARS} printable characters"
             raise InvalidParams([Problem(FILE_FIELD, rule)])

@@ -55,7 +55,7 @@ class Upload:
         message = await self.read()
         others_s = self.owed_s - (self.num_bytes - before) / self._rate.max_bytes_per_s
         if others_s > MAX_WAIT_S:
-            raise PagodaError(ErrorCode.OVERLOADED, "one address sends too much at once", retry_after_s=others_s)
+            raise PagodaError(ErrorCode.OVERLOADED, "this address is sending too much at once", retry_after_s=others_s)
         return message
 
     async def read(self) -> Message:

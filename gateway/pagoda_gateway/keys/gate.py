@@ -139,7 +139,7 @@ class Gate:
             return of_options[0]
         key = await self._keys.of(tenant) if is_id(tenant) else None
         if key is None:
-            raise PagodaError(ErrorCode.INVALID_API_KEY, "the API key that began this is not one of this server's now")
+            raise PagodaError(ErrorCode.INVALID_API_KEY, "the API key that this was started with is no longer valid")
         return self._holder(key).grant
 
     async def aclose(self) -> None:

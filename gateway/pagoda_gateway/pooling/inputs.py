@@ -148,7 +148,7 @@ class Inputs:
         if not wanted:
             return
         if known is None:
-            raise InvalidParams([Problem("dimensions", "this model's vectors cannot be cut: it has not learned that")])
+            raise InvalidParams([Problem("dimensions", "this model was not trained for shorter vectors")])
         if known and wanted not in known:
             sizes = ", ".join(map(str, known))
             raise InvalidParams([Problem("dimensions", f"this model has {sizes}, not {wanted}")])

@@ -24,12 +24,14 @@ class Scoring:
         self._both = bool(own.of_pairs)
         if own.kind == CLASSIFY and len(model.text.reading.labels) != 1:
             count = len(model.text.reading.labels)
-            message = f"{model.name!r} has {count} labels, and a score is of one; /classify tells them all"
+            message = f"{model.name!r} has {count} labels, and a score needs a model with one; use /classify"
             raise InvalidParams([Problem("model", message)])
         pooling = PoolingParams(output=own.of_pairs) if self._both else PoolingParams(output=EMBED, normalize=True)
         pooling = asked.pooling if own.kind == CLASSIFY else pooling
         if own.kind != CLASSIFY and asked.pooling.activate is False:
-            raise InvalidParams([Problem("raw_scores", "are of a model with a head; this one makes embeddings")])
+            raise InvalidParams(
+                [Problem("raw_scores", "need a model with a head for scores; this one makes embeddings")]
+            )
         self._inputs = Inputs(ctx, model, caller, replace(asked, pooling=pooling))
         self._pairs: list[tuple[int, int]] = []
 

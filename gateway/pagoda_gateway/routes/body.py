@@ -90,7 +90,7 @@ def query_of(request: Request, schema: type[Model]) -> Model:
         if name.endswith("[]"):
             found.setdefault(name, []).append(value)
         elif name in found:
-            raise InvalidParams([Problem(name[:64], "stands twice in the query")])
+            raise InvalidParams([Problem(name[:64], "is given twice in the query")])
         else:
             found[name] = value
     return parse_body(schema, found)

@@ -93,7 +93,8 @@ def decoded(name: str, value: bytes, kind: type[T]) -> T:
 
 def unavailable(why: str, retry_after_s: float) -> PagodaError:
     """`why` is for the log: what a client is told has no address and no path."""
-    error = PagodaError(ErrorCode.UNAVAILABLE, "what this server keeps cannot be reached now", None, retry_after_s)
+    message = "this server's store cannot be reached at the moment; try again"
+    error = PagodaError(ErrorCode.UNAVAILABLE, message, retry_after_s=retry_after_s)
     error.add_note(why)
     return error
 
@@ -207,3 +208,13 @@ def check_parts(parts: Sequence[bytes]) -> None:
 def check_limit(limit: int) -> None:
     if not 0 < limit <= MAX_PAGE_RECORDS:
         raise ValueError(f"1 to {MAX_PAGE_RECORDS} records can be listed at once, got {limit}")
+
+
+async def read_whole(store: Store, log: str) -> bytes:
+    """All bytes of a log to which nothing is added any more; b"" if there is none, or if it vanishes meanwhile."""
+    num_parts, found = await store.length(log), list[bytes]()
+    while len(found) < num_parts:
+        if not (parts := await store.read(log, len(found))):
+            return b""
+        found += parts
+    return b"".join(found)

@@ -151,5 +151,5 @@ class Room:
                 tenant.room_at = self._clock() + wait_s
                 tenant.looked_until = min(tenant.room_at, self._clock() + times.TICKETS_FRESH_S)
         what = f"{self._most.number} {self._kept.what} of {self._most.num_bytes} bytes together"
-        message = f"{what} are kept for a key at most, and those that are kept run or have only just ended"
+        message = f"{what} are kept for a key at most, and those that are kept are running or have only just ended"
         raise PagodaError(ErrorCode.RATE_LIMITED, message, retry_after_s=max(1.0, tenant.room_at - self._clock()))

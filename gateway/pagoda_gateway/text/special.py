@@ -56,7 +56,7 @@ class SpecialTokens:
     def _marked_text(self, text: str) -> str:
         for kept in (MARK, OTHER_NAME):
             if kept in text:
-                message = f"a text holds U+{ord(kept):04X}, which is no character"
+                message = f"a text holds U+{ord(kept):04X}, which is not a character"
                 raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "messages")
         for content in self._contents:
             if content in text:

@@ -14,7 +14,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 
 def abandoned() -> PagodaError:
-    return PagodaError(ErrorCode.CANCELLED, "nobody read it")
+    return PagodaError(ErrorCode.CANCELLED, "nobody was reading the stream")
 
 
 class Live:

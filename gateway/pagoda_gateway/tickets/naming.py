@@ -67,7 +67,7 @@ class Naming:
         if self.key is not None and not _KEY_FORM.fullmatch(self.key):
             raise InvalidParams([Problem(KEY, "must have 1 to 255 visible characters of ASCII")])
         if self.key is None and _one(request, LAST_ID) is not None:
-            raise InvalidParams([Problem(LAST_ID, f"goes with the {KEY} of the stream that is gone on with")])
+            raise InvalidParams([Problem(LAST_ID, f"needs the {KEY} of the stream to be resumed")])
         self._digest = hashlib.sha256(request.url.path.encode() + b"\n")
 
     def seen(self, body: bytes) -> None:
@@ -80,7 +80,7 @@ class Naming:
             return None
         background = bool(getattr(body, "background", False))
         if _one(self._request, LAST_ID) is not None and (background or not body.stream):
-            rule = "one in the background is gone on with by starting_after" if background else "this is no stream"
+            rule = "a response in the background is resumed by starting_after" if background else "needs stream: true"
             raise InvalidParams([Problem(LAST_ID, rule)])
         return Named(
             owner=owner,
@@ -118,5 +118,5 @@ def _one(request: Request, name: str) -> str | None:
     """Raises InvalidParams for a header that stands there twice."""
     found = request.headers.getlist(name)
     if len(found) > 1:
-        raise InvalidParams([Problem(name, "stands twice in the headers")])
+        raise InvalidParams([Problem(name, "is given twice in the headers")])
     return found[0].strip() if found else None

@@ -182,7 +182,7 @@ class Tickets:
             PagodaError: IN_PROGRESS, as its gateway may be at it.
         """
         if self._kept.age_s(found) < times.TICKET_LEASE_S:
-            message = "the request with this Idempotency-Key is only beginning"
+            message = "the request with this Idempotency-Key is still being started; try again"
             raise PagodaError(ErrorCode.IN_PROGRESS, message, retry_after_s=times.RESPONSE_SWEEP_S)
         with suppress(Conflict):
             self._room.freed(found.owner, await self._kept.let_go(found))
@@ -213,7 +213,7 @@ class Tickets:
             source = await self._source(found, job, charge)
         except PagodaError as error:
             if error.code is ErrorCode.NOT_FOUND and reader.at is None:
-                message = "what was kept under this Idempotency-Key was forgotten just now"
+                message = "the answer kept for this Idempotency-Key has just been removed; try again"
                 raise PagodaError(ErrorCode.UNAVAILABLE, message, retry_after_s=1.0) from error
             raise
         with source.reader(reader.resumes) if isinstance(source, Live) else nullcontext():
@@ -286,7 +286,7 @@ class Tickets:
         if found.ticket.runner != self._holder:
             claimed = await self._kept.claim(found.name, self._holder, times.TICKET_LEASE_S)
             if not claimed and not found.ticket.stream:
-                message = "the request with this Idempotency-Key is being answered by another gateway"
+                message = "another gateway is answering the request with this Idempotency-Key; try again"
                 raise PagodaError(ErrorCode.IN_PROGRESS, message, retry_after_s=times.RESPONSE_SWEEP_S)
         if found.ticket.runner != self._holder or found.ticket.ended_at:
             found = await self._kept.change(found, runner=self._holder, ended_at=0.0)
@@ -373,7 +373,7 @@ class Tickets:
                     elif found is None:
                         await self._written_again(live)
                 elif found.ticket.runner != self._holder and not live.num_readers:
-                    return live.stop(PagodaError(ErrorCode.CANCELLED, "it is read elsewhere"))
+                    return live.stop(PagodaError(ErrorCode.CANCELLED, "another gateway has taken over this stream"))
 
 
 def _same(found: Found, named: Named) -> Found:

@@ -116,7 +116,7 @@ def _model_problems(
 
 def _late_problems(params: PoolingParams, length: int, readings: Readings) -> Iterator[Problem]:
     if params.output == MAX_SIM and not params.second_start:
-        yield Problem("second_start", "max_sim is of a pair of texts")
+        yield Problem("second_start", "max_sim needs a pair of texts")
     if params.unseen and MAX_SIM not in readings.outputs:
         yield Problem("unseen", "is for models of late interaction")
     elif params.unseen and params.unseen >= (params.second_start or length):

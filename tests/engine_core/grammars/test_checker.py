@@ -192,7 +192,7 @@ def test_the_compiler_is_not_loaded_anew_for_what_a_grammar_took_down(ask_hostil
 def test_what_finds_no_room_is_refused_and_what_makes_room_is_told() -> None:
     made, heard = GrammarChecker(HOSTILE), queue.Queue[tuple[str, Verdict]]()
     made.check("wait", "first", lambda *_: None)  # which is checked, or about to be, all along
-    with pytest.raises(PagodaError, match="wait to be checked") as refused:
+    with pytest.raises(PagodaError, match="waiting to be checked") as refused:
         for place in range(2 + checker.MAX_WAITING):
             made.check(f"{place}", "first", lambda *answer: heard.put(answer))
     assert refused.value.code is ErrorCode.OVERLOADED

@@ -69,7 +69,7 @@ def test_whatever_comes_is_a_form_or_refused(body: bytes) -> None:
         (END, "file: is required"),
         (part("purpose", b"batch") + END, "file: is required"),
         (file(b"x"), "no end"),
-        (file(b"x") + file(b"y") + END, "one is taken"),
+        (file(b"x") + file(b"y") + END, "only one is accepted"),
         (file(b"x", name="image") + END, "image: is a file"),
         (part("file", b"x") + END, "must be a file with a name"),
         (file(b"x", filename="") + END, "must be a file with a name"),

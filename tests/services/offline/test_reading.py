@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_told_before_anything_runs(
         llm.classify("a")
     with pytest.raises(PagodaError, match="not embed"):
         judge[0].embed("a")
-    with pytest.raises(PagodaError, match="continues none"):
+    with pytest.raises(PagodaError, match="does not generate text"):
         llm.generate("a")
     with pytest.raises(PagodaError, match="as many as data_2"):
         llm.score(["a", "b"], ["c"])

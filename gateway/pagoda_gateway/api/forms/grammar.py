@@ -113,7 +113,7 @@ class _Writer:
             return None
         (end,) = following
         if not isinstance(end, Literal) or "" in end.texts:
-            raise ValueError("free text must end its sequence, or a const_string or a tag must stand behind it")
+            raise ValueError("free text must be last in its sequence, or followed by a const_string or a tag")
         return end
 
     def _joined(self, parts: Sequence[Part]) -> Part:
@@ -136,7 +136,7 @@ class _Writer:
         """An end is written for each of the alternatives before it. Raises ValueError for what is no grammar's size."""
         self._num_chars += len(text)
         if self._num_chars > MAX_CHARS:
-            raise ValueError(f"the grammar that it makes would have more than {MAX_GRAMMAR_CHARS} characters")
+            raise ValueError(f"the resulting grammar would have more than {MAX_GRAMMAR_CHARS} characters")
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class _Writer:
             elif part.text.startswith("<["):
                 yield Part(f"{text} {part.text}")
             else:
-                raise ValueError(f"free text cannot end at {end[:64]!a}, which has a special token behind plain text")
+                raise ValueError(f"free text cannot end at {end[:64]!a}, which has a special token after plain text")
         if plain:
             yield Part(self._named("h", f"{text} ({' | '.join(plain)})", "[lazy]"))
 

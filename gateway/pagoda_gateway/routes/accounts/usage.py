@@ -63,7 +63,7 @@ async def _tenants(ctx: GatewayContext, caller: Caller, key_id: str | None) -> l
     if Right.MANAGE in caller.grant.rights:
         return [key_id] if key_id else await ctx.ledger.tenants()
     if key_id not in (None, caller.tenant):
-        raise PagodaError(ErrorCode.FORBIDDEN, "what other keys used is told to keys of the role admin", "key_id")
+        raise PagodaError(ErrorCode.FORBIDDEN, "only a key of the role admin may ask what other keys used", "key_id")
     return [caller.tenant]
 
 

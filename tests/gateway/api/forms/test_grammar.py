@@ -128,7 +128,7 @@ def test_special_tokens_are_written_as_tokens() -> None:
     main = structural_tag(StructuralTag.model_validate({"format": thought}), special)
     assert "<[8]>" in main
     assert "</t>" not in main
-    with pytest.raises(ValueError, match="has a special token behind plain text"):
+    with pytest.raises(ValueError, match="has a special token after plain text"):
         structural_tag(StructuralTag.model_validate({"format": tag("a", TEXT, "b</t>")}), special)
 
 

@@ -130,7 +130,7 @@ async def test_texts_are_ranked_as_text_embeddings_inference_shows_it(tmp_path: 
         ({"query": "a", "documents": ["b"], "raw_scores": True}, "raw_scores goes with texts"),
         ({"query": "a", "texts": ["b"], "top_n": 1}, "top_n goes with documents"),
         ({"query": "a", "documents": []}, "at least 1"),
-        ({"query": "a", "documents": ["b"], "max_tokens_per_doc": 4, "truncate_prompt_tokens": 4}, "said twice"),
+        ({"query": "a", "documents": ["b"], "max_tokens_per_doc": 4, "truncate_prompt_tokens": 4}, "given twice"),
     ],
 )
 async def test_what_goes_with_nothing_is_refused(body: dict[str, Any], said: str, tmp_path: Path) -> None:
