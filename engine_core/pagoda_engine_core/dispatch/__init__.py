@@ -1,1 +1,1 @@
-"""From a session to a worker: admission, what waits, which worker gets it, and the way back."""
+"""From a session to a worker and back: admission, queueing, routing, answers."""

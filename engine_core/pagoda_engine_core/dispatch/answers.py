@@ -1,6 +1,6 @@
-"""What was accepted is owed exactly one ending, to one sink; news of a pass go together.
+"""Every accepted request is owed exactly one ending, to one sink; the output of a pass is sent together.
 
-A delta of a request that is not open, or of an attempt that was replaced, is for nobody and goes no further.
+A delta of a request that is not open, or of an attempt that was replaced, is dropped.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Where answers go; called by the loop's thread, must not block. It owns the deltas it is given."""
+    """Receives answers. Called by the loop thread, so it must not block. It owns the deltas it is given."""
 
     def accepted(self, request_id: str, attempt: int, stream: int) -> None:
-        """Choice i is from now on the `Stream` of number `stream` + i."""
+        """From now on, choice i is the `Stream` with number `stream` + i."""
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
-        """The request has its ending; `retry_after_s` 0 means unknown."""
+        """The request has ended with `error`; a `retry_after_s` of 0 means unknown."""
 
     def next_tokens(self, tokens: NextTokens) -> None:
-        """What came of a step, for choices of this sink that have a token more and nothing else."""
+        """Output of a step, for choices of this sink with one more token and nothing else."""
 
     def deltas(self, deltas: list[Delta]) -> None:
-        """What else came of it."""
+        """All other output."""
 
     def migrate(self, request_id: str, attempt: int, reason: str) -> None:
-        """The request is not run here any more; it can go on elsewhere with the tokens so far."""
+        """The request no longer runs here; it can continue elsewhere from the tokens so far."""
 
 
 class Observer(Protocol):
-    """Who keeps statistics; called by the loop's thread."""
+    """Keeps statistics; called by the loop thread."""
 
     def ended(self, delta: Delta, first_token_s: float | None, latency_s: float) -> None:
-        """`delta` is a request's last; times count from its submission."""
+        """A request ended with `delta`; times count from its submission."""
 
     def rejected(self, code: ErrorCode) -> None: ...
 
@@ -53,14 +53,14 @@ class Observer(Protocol):
 
 
 class Draining(PagodaError):
-    """Nothing gets in any more, and nothing is wrong with what was submitted: it is given back."""
+    """Nothing is admitted any more. The submission is not at fault and is handed back."""
 
     def __init__(self, why: str) -> None:
         super().__init__(ErrorCode.UNAVAILABLE, why)
 
 
 class Full(PagodaError):
-    """No new request of the same tenant, priority and queue timeout is taken now, however small it is."""
+    """No new request of the same tenant, priority and queue timeout is admitted now, however small."""
 
     def __init__(self, why: str) -> None:
         super().__init__(ErrorCode.OVERLOADED, why)
@@ -98,7 +98,7 @@ class AcceptedSubmission:
 
 @dataclass(slots=True)
 class _Batch:
-    """What goes to a sink: tokens, then deltas, which may be of the same choices."""
+    """Output for one sink: tokens, then deltas, possibly of the same choices."""
 
     sink: Sink
     tokens: NextTokens = field(default_factory=NextTokens)
@@ -106,16 +106,16 @@ class _Batch:
 
 
 class Answers:
-    """The open requests, and the deltas on their way to the sinks. A sink that raises has lost its requests:
-    `failed` collects those sinks until the engine core takes them.
+    """The open requests, and the deltas on their way to the sinks. A sink that raises loses its requests: `failed`
+    collects these sinks until the engine core abandons their requests.
     """
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._accepted: dict[str, AcceptedSubmission] = {}
         self._num_streams = 0  # so far
-        self._num_open: Counter[int] = Counter()  # by sink, without those that have none
-        self._batches: dict[int, _Batch] = {}  # by sink; nothing is added to one behind its deltas but deltas
+        self._num_open: Counter[int] = Counter()  # by sink; sinks without open requests have no entry
+        self._batches: dict[int, _Batch] = {}  # by sink; a batch with deltas only takes further deltas
         self.failed: list[Sink] = []
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ class Answers:
         return accepted.submission if accepted else None
 
     def accept(self, submission: Submission) -> int:
-        """Replaces an earlier attempt, of which nothing more is told. The number of its first stream."""
+        """Open a request, silencing any earlier attempt that it replaces. Returns the number of its first stream."""
         first = self._num_streams
         self._num_streams += submission.record.task.params.n
         self._forget(submission.request_id)
@@ -145,7 +145,7 @@ class Answers:
         self._tell(sink, partial(sink.rejected, submission.request_id, submission.attempt, error, retry_after_s))
 
     def emit(self, deltas: list[Delta], now: float) -> None:
-        """Take deltas; they go out with the next `publish`."""
+        """Queue deltas for the next `publish`."""
         for delta in deltas:
             accepted = self._accepted.get(delta.request_id)
             if accepted is None or accepted.submission.attempt != delta.attempt:
@@ -157,9 +157,9 @@ class Answers:
                 self._end(accepted, delta, now)
 
     def emit_news(self, news: News, now: float) -> None:
-        """Take what came of a step."""
+        """Queue the output of a step."""
         if any(batch.deltas for batch in self._batches.values()):
-            self.publish()  # tokens that follow them come behind them
+            self.publish()  # so that these tokens come after those deltas
         for sink, tokens in self._by_sink(news.tokens):
             self._batch(sink).tokens.extend(tokens)
         self.emit(news.deltas, now)
@@ -173,7 +173,7 @@ class Answers:
                 self._tell(batch.sink, partial(batch.sink.deltas, batch.deltas))
 
     def _by_sink(self, tokens: NextTokens) -> list[tuple[Sink, NextTokens]]:
-        """Rows of requests that are not open are gone from the workers, so with one sink it has them all."""
+        """Split tokens by sink. Only open requests have rows on workers, so if there is one sink, all are its."""
         parts: dict[int, tuple[Sink, NextTokens]] = {}
         if tokens and len(self._num_open) == 1:
             accepted = self._accepted.get(tokens.streams[0].request_id)
@@ -204,7 +204,7 @@ class Answers:
         return batch
 
     def forget(self, sink: Sink) -> list[str]:
-        """Nobody listens there any more; the ids of the requests that were open."""
+        """Forget a sink that nobody reads any more; returns the ids of its open requests."""
         request_ids = [name for name, accepted in self._accepted.items() if accepted.submission.sink is sink]
         for request_id in request_ids:
             self._forget(request_id)
@@ -214,7 +214,7 @@ class Answers:
         self._tell(submission.sink, partial(submission.sink.migrate, submission.request_id, submission.attempt, reason))
 
     def migrate_all(self, reason: str) -> None:
-        """After what has been emitted, give every open request back."""
+        """Publish what has been emitted, then hand every open request back."""
         self.publish()
         accepted_by_id, self._accepted = self._accepted, {}
         self._num_open.clear()
@@ -230,6 +230,6 @@ class Answers:
     def _tell(self, sink: Sink, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:  # a sink is foreign code; its own requests end, the others go on
+        except Exception:  # a sink is foreign code; only its own requests end
             log.exception("a sink failed; its requests are abandoned")
             self.failed.append(sink)

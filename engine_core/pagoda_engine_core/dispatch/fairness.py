@@ -1,11 +1,12 @@
-"""Of those who wait, the one who was served least goes next; whoever comes back begins level with the least served.
+"""Of the waiting tenants, the one served least goes next; a tenant that returns starts level with the least served.
 
-Service is counted in prompt tokens: a prompt when it begins, output as it is made. So nobody saves up turns by asking
-for nothing, nobody pays for what a free machine gave, and between two tenants who both wait all along the service
-differs by no more than twice what can be under way at once, whatever either of them sends (the virtual token counter
-of "Fairness in Serving Large Language Models", OSDI 2024).
+Service is counted in prompt tokens: a prompt when it starts, output as it is produced. So idle tenants do not save up
+turns, no tenant pays later for what an idle machine gave it, and while two tenants are both waiting, their service
+differs by at most twice what can be in progress at once, whatever they send (the virtual token counter of "Fairness in
+Serving Large Language Models", OSDI 2024).
 
-Where several have asked lately, none that has a row takes a worker's last one: who comes next begins in the next step.
+If several tenants were active lately, one that has a row does not take a worker's last row: the next tenant to come
+starts in the next step.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from collections.abc import Collection, Iterable
 from pagoda_engine_core.scheduling.request import Request
 
 OUTPUT_COST = 2.0
-"""Of an output token, in prompt tokens."""
+"""Cost of an output token, in prompt tokens."""
 SPARED_FOR_S = 30.0
-"""So long after a tenant has asked for something, others leave room for it."""
+"""For how long after a tenant's request others leave room for it."""
 MAX_COUNTERS = 4096
-"""Tenants remembered while they wait for nothing."""
+"""Above this many tenants, some without waiting requests are forgotten."""
 
 
 class Fairness:
-    """What each tenant has been served, by its weight. Without `counting`, all are one tenant."""
+    """Service per tenant, divided by its weight. Without `counting`, all are one tenant."""
 
     def __init__(self, *, counting: bool) -> None:
         self._counting = counting
         self._served: dict[str, float] = {}
-        self._last = ""  # the tenant that had somebody waiting last
+        self._last = ""  # the last tenant to have no waiting requests any more
         self._asked: list[tuple[str, float]] = []  # the two tenants that asked last, and when
 
     def tenant(self, request: Request) -> str:
@@ -38,15 +39,15 @@ class Fairness:
         return self._served.get(tenant, 0.0)
 
     def asked(self, tenant: str, now: float) -> None:
-        """It wants something."""
+        """Note that a tenant has sent a request."""
         self._asked = [(tenant, now), *(each for each in self._asked if each[0] != tenant)][:2]
 
     def is_alone(self, tenant: str, now: float) -> bool:
-        """Whether nobody else has asked lately."""
+        """Whether no other tenant has sent a request lately."""
         return all(other == tenant or now - at > SPARED_FOR_S for other, at in self._asked)
 
     def comes(self, tenant: str, waiting: Collection[str]) -> None:
-        """It had nobody waiting, and has now. `waiting` are the others who have."""
+        """A tenant gets its first waiting request. `waiting` are the other tenants that have some."""
         if not self._counting:
             return
         floor = min(map(self.served, waiting or (self._last,)))
@@ -55,11 +56,11 @@ class Fairness:
         self._served[tenant] = max(self.served(tenant), floor)
 
     def goes(self, tenant: str) -> None:
-        """It has nobody waiting any more."""
+        """A tenant has no waiting requests any more."""
         self._last = tenant
 
     def charge(self, requests: Iterable[Request]) -> None:
-        """Count what they have been served since this was last asked. They have begun."""
+        """Count what requests that have started were served since they were last charged."""
         if not self._counting:
             return
         for request in requests:
@@ -70,7 +71,7 @@ class Fairness:
                 request.charged = cost
 
     def _forget(self, kept: Collection[str], floor: float) -> None:
-        """Those at the floor lose nothing by it, for there they would begin; of the others, half, the least served."""
+        """Drop idle tenants at or below the floor, where they would start anyway, and the less served half of all."""
         idle = sorted((count, tenant) for tenant, count in self._served.items() if tenant not in kept)
         for place, (count, tenant) in enumerate(idle):
             if count <= floor or 2 * place < len(idle):

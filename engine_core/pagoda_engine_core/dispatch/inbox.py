@@ -1,4 +1,4 @@
-"""Other threads ask by posting; the one thread that may change things does what was posted, between two passes."""
+"""Other threads post calls; the loop thread, the only one that changes state, makes them between two passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """`wake` has the thread that owns it come round."""
+    """Calls for the loop thread, which `wake` wakes up."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -26,30 +26,30 @@ class Inbox:
         return len(self._items)
 
     def post(self, item: Callable[[float], None]) -> bool:
-        """Have `item` called with the time. Any thread; False when nobody will."""
+        """Have `item` called with the time. Any thread; False if the inbox is closed."""
         with self._lock:
             if self.closed:
                 return False
             self._items.append(item)
-            self._wake()  # in here: once we are closed, what it writes to may be somebody else's
+            self._wake()  # under the lock: once closed, its file descriptor may be reused
         return True
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Have `function` called. Any thread; the future raises PagodaError UNAVAILABLE when nobody will."""
+        """Have `function` called. Any thread; the future raises PagodaError UNAVAILABLE if the inbox is closed."""
         future: Future[T] = Future()
         if not self.post(lambda _: _resolve(future, function)):
             future.set_exception(stopped())
         return future
 
     def close(self) -> bool:
-        """Take nothing any more; False when that was so already."""
+        """Take no more calls; False if it was closed already."""
         with self._lock:
             was_open, self.closed = not self.closed, True
         return was_open
 
     def drain(self, now: float) -> bool:
-        """Do what was posted until now; whether there was anything."""
-        count = len(self._items)  # what is posted meanwhile has to wait for the next pass
+        """Make the calls posted so far; whether there were any."""
+        count = len(self._items)  # calls posted meanwhile wait for the next pass
         for _ in range(count):
             self._items.popleft()(now)
         return count > 0

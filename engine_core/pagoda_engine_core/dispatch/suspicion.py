@@ -1,6 +1,6 @@
-"""Whether a request may be what its workers were lost of, by the losses since its last new token.
+"""Whether a request may have caused the loss of its workers, judged by the losses since its last new token.
 
-Only a death is evidence. Silence passes for one until the same process registers again.
+Only a death is evidence. Silence counts as a death until the same process registers again.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from pagoda_engine_core.scheduling.request import Request
 
 SUSPECT_DEATHS = 2
-"""A request that was running at so many losses of a worker may be what kills them."""
+"""A request that was running at this many losses of a worker may be what kills them."""
 SUSPECT_LIVES = 4
-"""One that was running in so many lost lives, whoever was to blame, may be what makes workers silent: it is set apart,
-so that nobody else is lost with it, and not convicted."""
+"""A request that was running in this many lost lives, whatever ended them, may be what makes workers silent. It is set
+apart, so that no other request is lost with it, but not convicted."""
 
 
 def is_suspect(request: Request) -> bool:
@@ -19,8 +19,8 @@ def is_suspect(request: Request) -> bool:
 
 
 def blame(request: Request, silent: str, *, alone: bool) -> None:
-    """A worker was lost that computed it. `silent`: the incarnation that was only heard no more; `alone`: nobody else
-    there was unproven."""
+    """A worker that computed it was lost. `silent`: that worker's incarnation, if it only fell silent; `alone`: no
+    other request there was unproven."""
     if alone or request.deaths < SUSPECT_DEATHS:
         request.deaths += 1
         if silent:
@@ -28,7 +28,7 @@ def blame(request: Request, silent: str, *, alone: bool) -> None:
 
 
 def relieve(request: Request, incarnation: str) -> None:
-    """This process lives, so what it was silent for was no death."""
+    """This process is alive, so its silence was not a death."""
     if incarnation in request.silences:
         request.silences.remove(incarnation)
         request.deaths -= 1

@@ -1,16 +1,16 @@
-"""How much all workers together bring to an end in a second, from which admission reckons how long somebody waits."""
+"""Throughput of all workers together, from which admission estimates waiting times."""
 
 from __future__ import annotations
 
 WINDOW_S = 2.0
 SHORT_WINDOW_S = 0.5
-"""Where nothing more is to be done."""
+"""The same, when no work is left."""
 RATE_WEIGHT = 0.5
-"""Of the newest measurement in the average."""
+"""Weight of the newest measurement in the moving average."""
 
 
 class Throughput:
-    """Tokens a second, prompt and output, of all workers together while there is work."""
+    """Prompt and output tokens per second of all workers together while there is work."""
 
     def __init__(self) -> None:
         self._began_at: float | None = None
@@ -18,7 +18,7 @@ class Throughput:
         self.tokens_per_s = 0.0  # 0: not measured yet
 
     def served(self, num_tokens: int, now: float, *, busy: bool) -> None:
-        """A step is done; `busy` if there is more to do. The first one after a pause only starts the measurement."""
+        """Count a step; `busy` if work is left. The first step after a pause only starts the measurement."""
         if self._began_at is None:
             self._began_at, self._num_tokens = now, 0
         else:
@@ -32,10 +32,10 @@ class Throughput:
             self.begin_anew()
 
     def begin_anew(self) -> None:
-        """The time until the next step says nothing of speed."""
+        """Restart the measurement with the next step: the time until then says nothing about speed."""
         self._began_at = None
 
     def forgive(self, seconds: float, now: float) -> None:
-        """So much time has passed in which we did not run: it says nothing of speed either."""
+        """Exclude a time in which we did not run."""
         if self._began_at is not None:
             self._began_at = min(self._began_at + seconds, now)

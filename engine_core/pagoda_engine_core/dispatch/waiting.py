@@ -1,8 +1,8 @@
-"""The requests that no worker holds, and who of them goes next.
+"""The requests that no worker holds, and which of them goes next.
 
-Each tenant has a line, sorted by rank and policy; the heads of the lines are compared by rank, by what the policy puts
-first of all, by how much their tenants have been served, and by how many of theirs wait. Unless turns are to be fair,
-there is one line.
+Each tenant has a queue, sorted by rank and policy. The heads of the queues are compared by rank, by the first component
+of the policy's order, by how much their tenants have been served, and by how many of their requests wait. Without fair
+scheduling there is one queue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagoda_engine_core.scheduling.rows import Policy
 
 
 class Rank(IntEnum):
-    """Whatever the policy: suspects first, so that they are found out soon; then what was interrupted; then new."""
+    """Order under every policy: suspects first, to test them soon; then interrupted requests; then new ones."""
 
     SUSPECT = 0
     REPLAY = 1
@@ -38,7 +38,7 @@ class Rank(IntEnum):
 
 
 class Ahead(NamedTuple):
-    """What a request would wait behind; tokens are those of prompts."""
+    """What a request would wait behind; `num_tokens` counts prompt tokens."""
 
     num_requests: int
     num_tokens: int
@@ -52,7 +52,7 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """`since` is what its patience counts from."""
+    """`since` is when its timeout starts."""
 
     place: _Place
     request: Request
@@ -77,7 +77,7 @@ class WaitingQueue:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """In order; entries may be removed meanwhile, and the tenant be served whose turn it was."""
+        """In order. While iterating, the caller may remove entries and charge the tenant whose turn it was."""
         lines = {tenant: iter(tuple(line)) for tenant, line in self._lines.items()}
         heads = [(self._turn(tenant, head := next(line)), tenant, head) for tenant, line in lines.items()]
         heapq.heapify(heads)  # no two turns are equal
@@ -89,7 +89,8 @@ class WaitingQueue:
                 heapq.heappush(heads, (self._turn(tenant, follower), tenant, follower))
 
     def _turn(self, tenant: str, head: QueuedRequest) -> tuple[Rank, float, float, int, _Place]:
-        """Of those who were served alike, who asks for less is first: one who comes is level with a flood."""
+        """The sort key of a tenant's head. Among tenants served equally, the one with fewer waiting requests is first,
+        since a newcomer starts level with a tenant that floods the queue."""
         served, num_waiting = self._fairness.served(tenant), len(self._lines.get(tenant, ()))
         return head.place.rank, head.place.order[0], served, num_waiting, head.place
 
@@ -104,7 +105,8 @@ class WaitingQueue:
         self.num_tokens += request.num_prompt_tokens
 
     def ahead_of(self, request: Request, rank: Rank) -> Ahead:
-        """Were it added now. Where turns are fair, of each other line about as many go first as of its own."""
+        """What a request added now would wait behind. With fair scheduling, about as many requests of each other queue
+        go first as of its own."""
         line = self._lines.get(tenant := self._fairness.tenant(request), [])
         place = _Place(rank, self._policy(request), sys.maxsize)
         own = bisect.bisect_left(line, place, key=_place)
@@ -116,7 +118,7 @@ class WaitingQueue:
         return queued.request if queued else None
 
     def remove(self, request_id: str) -> None:
-        """Raises KeyError when it is not here."""
+        """Raises KeyError if the request is not here."""
         queued = self._by_id.pop(request_id)
         tenant = self._fairness.tenant(queued.request)
         line = self._lines[tenant]
@@ -127,12 +129,12 @@ class WaitingQueue:
         self.num_tokens -= queued.request.num_prompt_tokens
 
     def forgive(self, seconds: float, now: float) -> None:
-        """So much time has passed that nobody is to be blamed for."""
+        """Exclude a time that no request is to blame for from all timeouts."""
         for queued in self._by_id.values():
             queued.since = min(queued.since + seconds, now)
 
     def entries(self) -> list[QueuedRequest]:
-        """As they came, which costs less than their order; they may be removed while these are looked at."""
+        """Entries in order of arrival, which is cheaper than queue order; they may be removed while iterating."""
         return list(self._by_id.values())
 
     def take_all(self) -> list[Request]:

@@ -1,4 +1,4 @@
-"""One worker's life, as the router sees it: what it holds, what it could take, and what that would cost."""
+"""One life of a worker, as the router sees it: what it holds, what it could take, and at what cost."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from pagoda_engine_core.workers.executor import WorkerState
 from pagoda_proto.steps import Hello
 
 RUNNING_REQUEST_COST_TOKENS = 32
-"""How many prompt tokens a running request weighs when workers are compared."""
+"""The load of a running request, in prompt tokens, when workers are compared."""
 
 MOST_SLOWNESS = 8.0
-"""That one step tells: a worker that was frozen for a while is soon known as it was."""
+"""Cap on what one step can indicate, so that a worker that was frozen for a while soon counts as fast again."""
 
 
 @dataclass(eq=False)
 class Worker:
-    """`requests` are those its scheduler holds, by id. `suspect` is the one of them that is to prove, by a token, that
-    it does not kill workers. `slowness` is the time its steps take, as a part of what such steps take elsewhere.
+    """`requests` are those its scheduler holds, by id. `suspect` is the one that must still prove, by a token, that it
+    does not kill workers. `slowness` is the time its steps take, relative to such steps on all workers.
     """
 
     epoch: int
     hello: Hello
     scheduler: Scheduler
     max_steps_in_flight: int
-    plans_late: bool = False  # as late as it may, see Pace
+    plans_late: bool = False  # as late as possible, see Pace
     state: WorkerState = WorkerState.READY
     requests: dict[str, Request] = field(default_factory=dict)
     suspect: str = ""
     slowness: float = 1.0
     pace: Pace = field(default_factory=Pace)
     served: int = 0  # tokens of requests, prompt and output, up to the last step
-    short: bool = False  # it had no room left for somebody who still waits
-    num_ended: int = 0  # requests since, whose places are given away when its next step is planned
-    unaudited: bool = False  # it has worked since its books were last audited
-    leave_by: float | None = None  # when it must be rid of its requests, once it is to leave
+    short: bool = False  # it had no room left for a request that still waits
+    num_ended: int = 0  # requests since; planning its next step gives their places away
+    unaudited: bool = False  # it has run steps since its last audit
+    leave_by: float | None = None  # deadline for moving its requests, once it is to leave
 
     @property
     def ready(self) -> bool:
@@ -51,41 +51,41 @@ class Worker:
 
     @property
     def next_at(self) -> float:
-        """When its next step is to be planned: `inf` if not before something has happened. A worker that is to leave
-        goes on with what it holds."""
+        """When to plan its next step: `inf` if an event must come first. A worker that is to leave continues with the
+        requests that it holds."""
         works = self.state in (WorkerState.READY, WorkerState.DRAINING)
         if not works or self.scheduler.steps_in_flight >= self.max_steps_in_flight:
             return math.inf
         return self.pace.next_at() if self.plans_late else 0.0
 
     def leaves(self, now: float) -> bool:
-        """Whether it need not stay any longer, or may not."""
+        """Whether it should leave now: it holds no requests, or its time is up."""
         return self.leave_by is not None and (not self.requests or now >= self.leave_by)
 
     def change(self, state: WorkerState) -> None:
         self.state = state
         if state is WorkerState.DRAINING and self.leave_by is None:
-            self.leave_by = math.inf  # it was told when to end, and says goodbye then
+            self.leave_by = math.inf  # it knows its own deadline, and says goodbye then
 
     def forget(self, request_id: str) -> None:
-        """It holds this request no longer."""
+        """Note that it no longer holds this request."""
         self.requests.pop(request_id, None)
         if self.suspect == request_id:
             self.suspect = ""
 
     def takes(self, request: Request) -> bool:
-        """Whether it would take the request if there were room: one suspect at a time."""
+        """Whether it would take the request, given room. It takes one suspect at a time."""
         return self.ready and not (self.suspect and is_suspect(request)) and self.scheduler.serves(request)
 
     def cost(self, request: Request) -> float:
-        """Time until the first token of `request`, about: prefix match, load and speed in one number."""
+        """A relative estimate of the time to first token, from prefix match, load and speed."""
         missing = request.num_prompt_tokens - self.scheduler.matched_tokens(request)
         load = self.scheduler.queued_tokens + RUNNING_REQUEST_COST_TOKENS * self.scheduler.num_running
         return (missing + load) * self.slowness
 
     def stepped(self, worked_s: float, now: float, fleet: Pace) -> int:
-        """The oldest step is done, of which it says how long it worked; `fleet` is the pace of all workers together.
-        How many tokens of requests that has brought, whether they were computed or came from the prefix cache."""
+        """Note that its oldest step is done, in which it says it worked `worked_s`; `fleet` is the pace of all workers.
+        Returns how many tokens of requests were served since the last call, computed or from the prefix cache."""
         self.unaudited = True
         num_tokens, seconds = self.pace.answered(now, worked_s)
         if num_tokens and seconds:
@@ -98,6 +98,6 @@ class Worker:
         return self.served - before
 
     def audit(self) -> None:
-        """Raises BrokenInvariant when the books do not add up."""
+        """Raises BrokenInvariant if the books do not balance."""
         self.scheduler.check_invariants()
         self.unaudited = False
