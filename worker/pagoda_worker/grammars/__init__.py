@@ -1,1 +1,1 @@
-"""What tokens a row's grammar leaves it: compiled once for all rows, then a matcher per row."""
+"""Which tokens a row's grammar allows: compiled once for all rows, then one matcher per row."""

@@ -1,7 +1,7 @@
-"""A grammar is compiled once; rows begin with copies of it. The last few that were used are kept.
+"""Compiles a grammar once and gives each row a copy. The most recently used grammars are kept.
 
-The tokenizer is llguidance's own, made of the checkpoint's tokenizer.json: here it is a table of bytes, and nothing is
-tokenised.
+The tokenizer is llguidance's own, built from the checkpoint's tokenizer.json: it serves as a table of bytes here, and
+nothing is tokenised.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pagoda_worker.grammars.masks import Ids
 from pagoda_worker.grammars.matching import GrammarTokens, Matcher
 
 MAX_COMPILED = 64
-MAX_COMPILED_CHARS = 2**20  # of their texts together; what is compiled takes some 70 bytes for each
+MAX_COMPILED_CHARS = 2**20  # of their texts together; a compiled grammar takes some 70 bytes for each
 
 
 class GrammarError(ValueError):
@@ -35,7 +35,7 @@ class Grammars(Protocol):
 
 
 class NoGrammars:
-    """`why` there are none."""
+    """Refuses every grammar; `why` is the reason."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -48,7 +48,7 @@ NO_GRAMMARS = NoGrammars("no tokenizer was loaded")
 
 
 class CompiledGrammars:
-    """`vocab_size` is the width of the logits, `tokenizer` that wide."""
+    """`vocab_size` is the width of the logits and of `tokenizer`."""
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -85,7 +85,7 @@ class CompiledGrammars:
         return found
 
     def _anew(self, grammar: str) -> LLMatcher:
-        """What is kept of it has no room left for anybody."""
+        """Compile a grammar afresh: the kept one has used up its shared limits."""
         if self._compiled.pop(grammar, None) is not None:
             self._num_chars -= len(grammar)
         return self._made(grammar)
@@ -95,7 +95,7 @@ class CompiledGrammars:
 
 
 def load_grammars(path: Path, vocab_size: int) -> Grammars:
-    """Grammars over the vocabulary of a checkpoint; where that is not possible, those that say why."""
+    """Grammars over a checkpoint's vocabulary; if that is not possible, a NoGrammars with the reason."""
     files = model_files(path)
     try:
         definition = files.read("tokenizer.json", MAX_TOKENIZER_BYTES)
@@ -110,7 +110,7 @@ def load_grammars(path: Path, vocab_size: int) -> Grammars:
 
 
 def _model_ends(files: ModelFiles) -> list[int] | None:
-    """What the checkpoint says ends a sequence; None leaves it to llguidance, which knows some names."""
+    """The checkpoint's end-of-sequence ids; None leaves them to llguidance, which knows some names."""
     for name in ("generation_config.json", "config.json"):
         fields: Any = json.loads(files.read(name, MAX_TOKENIZER_BYTES) or "{}")
         if not isinstance(fields, dict):

@@ -1,6 +1,6 @@
-"""Which tokens may come next, in as few numbers as say it: of a vocabulary either few may come, or few may not.
+"""Which tokens may come next, as the shorter of two lists: those that may, or those that may not.
 
-llguidance says it as bits. They stay bits until the end, because a list of a whole vocabulary costs more than a mask.
+llguidance returns bits. They stay bits until the end, because a list of a whole vocabulary costs more than a bit mask.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Bits = NDArray[np.uint8]
 
 
 class Mask(NamedTuple):
-    """`ids`, ascending, are the tokens that alone may come next if it `keeps` them, else those that may not."""
+    """If `keeps`, only the tokens in `ids` (ascending) may come next; otherwise all others may."""
 
     ids: Ids
     keeps: bool
@@ -26,7 +26,7 @@ class Mask(NamedTuple):
 
 
 def mask_of(bits: Bits, vocab_size: int) -> Mask:
-    """Of one bit per token, the lowest of a byte first; bits behind the vocabulary are not looked at."""
+    """The mask of one bit per token, lowest bit of a byte first; bits beyond the vocabulary are ignored."""
     bits = bits[: -(-vocab_size // 8)]
     places = np.flatnonzero(bits)
     keeps = 2 * len(places) <= len(bits)

@@ -1,8 +1,8 @@
-"""A row's place in its grammar. Every position has its mask computed once, before its token is consumed, whoever asks:
-so what a grammar costs, and where it becomes too much, depends on the row's tokens alone, also when they are replayed.
+"""A row's place in its grammar. The mask of each position is computed exactly once, before its token is consumed,
+whoever asks. So a grammar's cost, and where it exceeds a limit, depend on the row's tokens alone, also under replay.
 
-Copies of a compiled grammar share what was found out about its texts, and the room for that. A row for which there is
-none left begins anew with a grammar that nobody shares, and fails only if that becomes too much, too.
+Copies of a compiled grammar share lexer state and its size limit. A row that finds the limit used up starts over with
+an unshared copy, and fails only if that exceeds the limit, too.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from llguidance import LLMatcher, LLTokenizer
 
 from pagoda_worker.grammars.masks import Bits, Ids, Mask, has, mask_of, put
 
-NO_TEXT = b"\xff"  # what llguidance puts before the number of a token that is none
+NO_TEXT = b"\xff"  # llguidance writes this before the number of a token without text
 NOTHING = np.empty(0, np.int64)
 
 
 class GrammarTokens:
-    """What matchers know of a vocabulary. `vocab_size` is the width of the logits, `model_ends` are the ends of
-    sequence that `tokenizer` knows, `special` its other special tokens."""
+    """What matchers know of a vocabulary. `vocab_size` is the width of the logits, `model_ends` are the end-of-sequence
+    tokens known to `tokenizer`, `special` its other special tokens."""
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -33,19 +33,19 @@ class GrammarTokens:
 
     @property
     def num_bytes(self) -> int:
-        """Of a bit per token."""
+        """Size of a mask with one bit per token."""
         return -(-self.vocab_size // 8)
 
     def spelled(self, text: bytes) -> Ids:
-        """The token that begins this text, if it is to be written without special ones."""
+        """The token that begins this text when it is written without special tokens."""
         return np.array(self._tokenizer.tokenize_bytes(text[:1])[:1], np.int64)
 
 
 class Matcher:
-    """Of one row; dropped with it.
+    """Belongs to one row, and is dropped with it.
 
-    `state` is its own, and `anew` makes one that shares nothing. `ends` are the request's ends of sequence: they are
-    allowed where the grammar may end, and nowhere else. Once it has failed, it allows nothing, and `error` says why.
+    `state` is its own; `anew` makes one that shares nothing. `ends` are the request's end-of-sequence tokens, which are
+    allowed where the grammar may end, and nowhere else. A failed matcher allows nothing, and `error` says why.
     """
 
     def __init__(self, state: LLMatcher, tokens: GrammarTokens, ends: Ids, anew: Callable[[], LLMatcher]) -> None:
@@ -62,14 +62,14 @@ class Matcher:
         self.error = ""
 
     def bits(self) -> Bits:
-        """What may come next, a bit per token, the lowest of a byte first; after an end, ends alone. The caller writes
-        nothing into it, and looks at no bits behind the vocabulary."""
+        """Which tokens may come next, a bit per token, lowest bit of a byte first; after an end, only ends. The caller
+        must not write to it, and must ignore bits beyond the vocabulary."""
         if self._bits is None:
             self._bits = self._allowed()
         return self._bits
 
     def mask(self) -> Mask:
-        """The same, in as few numbers as say it."""
+        """The same as the shorter of two lists."""
         if self._mask is None:
             self._mask = mask_of(self.bits(), self._tokens.vocab_size)
         return self._mask
@@ -79,8 +79,8 @@ class Matcher:
         return bool(has(self.bits(), np.array([token])).all())
 
     def forced(self, limit: int) -> Ids:
-        """The tokens that come next, up to `limit`, as far as the grammar leaves no choice. The mask is found first, so
-        this finds out nothing that a row without drafts would not know."""
+        """Up to `limit` tokens that the grammar forces next. The mask is computed first, so this reveals nothing to the
+        matcher that a row without drafts would not know."""
         if self._ended or limit < 1:
             return NOTHING
         self.bits()
@@ -91,12 +91,12 @@ class Matcher:
         return self._forced[:limit]
 
     def may_begin(self, tokens: Ids) -> bool:
-        """Whether the first of these tokens may come next. To look further, even on a copy, would find out what a row
-        without drafts does not know, and move the place where a grammar becomes too much."""
+        """Whether the first of these tokens may come next. Looking further, even on a copy, would explore what a row
+        without drafts does not, and so move the point where the grammar exceeds its limit."""
         return not self.error and not self._ended and len(tokens) > 0 and self.allows(int(tokens[0]))
 
     def consume(self, token: int) -> None:
-        """Take the next output; a token that is forbidden is an error."""
+        """Take the next output; a forbidden token is an error."""
         if not self.allows(token):
             self._fail("its tokens so far do not fit it")
         elif token in self._ends:
@@ -113,7 +113,7 @@ class Matcher:
         return True
 
     def _begin_anew(self) -> bool:
-        """The state has failed, by others' needs or its own. Whether there is one now that stands where it did."""
+        """Replace the failed state once by an unshared one at the same place; returns whether that worked."""
         if self._anew is None:
             return False
         self._state, self._anew = self._anew(), None
@@ -139,8 +139,8 @@ class Matcher:
         special = tokens.special[has(allowed, tokens.special)]
         wrong = [token for token in special.tolist() if not self._state.validate_tokens([token])]
         if wrong or (ends and not may_end):
-            # Where only one text can follow, llguidance allows the token it is written with, and then does not take
-            # that one if it is special. Such a text is spelled out.
+            # Where only one text can follow, llguidance allows the token it is usually written with, but does not
+            # accept that token if it is special. Such a text is spelled out.
             put(allowed, np.array(wrong, np.int64), to=False)
             self._spell(allowed, self._state.compute_ff_bytes())
         put(allowed, tokens.model_ends, to=False)

@@ -1,8 +1,8 @@
-"""Whether this worker may compute is one fact, its membership, shared by the step loop and the thread that beats.
+"""Whether this worker may compute is one fact, its membership, shared by the step loop and the heartbeat thread.
 
-A membership is granted by Welcome for a lease, which everything heard from the engine core renews. Once the lease has
-run out it is over for good, also when an answer turns up later: a process that was stopped and continued finds
-its membership lost before it reads what has waited for it meanwhile.
+Welcome grants a membership for a lease, and everything heard from the engine core renews the lease. Once the lease has
+run out the membership is over for good, even if an answer arrives later: a process that was stopped and continued finds
+its membership lost before it reads the messages that queued up meanwhile.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pagoda_worker.process.wire import Wire
 log = logging.getLogger(__name__)
 
 STUCK_EXIT_CODE = 1
-IDLE_INTERVAL_S = 0.1  # how soon the thread notices that a membership began, or that it shall end
+IDLE_INTERVAL_S = 0.1  # how soon the thread notices that a membership began or must end
 
 
 class Standing(NamedTuple):
-    """Under which life of the engine core, as which life of this worker, and in which version of the protocol, frames
-    are sent and accepted."""
+    """What frames are sent and accepted under: one boot of the engine core, one epoch of this worker and one protocol
+    version."""
 
     boot_id: str
     epoch: int
@@ -51,7 +51,7 @@ class Membership:
         self._standing: Standing | None = None
         self._lease_s = 0.0
         self._heard_at = 0.0
-        self.why_lost = ""  # of the last membership that was
+        self.why_lost = ""  # the last membership
 
     def admit(self, welcome: Welcome, version: int, now: float) -> Standing:
         with self._lock:
@@ -60,14 +60,14 @@ class Membership:
             return self._standing
 
     def standing(self, now: float) -> Standing | None:
-        """The present standing; None when there is none, or no longer."""
+        """The present standing; None if there is none, or none any more."""
         with self._lock:
             if self._standing is not None and now - self._heard_at > self._lease_s:
                 self._lose(f"nothing heard from the engine core for {now - self._heard_at:.1f} s")
             return self._standing
 
     def heard(self, standing: Standing, now: float) -> bool:
-        """Renew the lease; False when it has run out already or another life has begun."""
+        """Renew the lease; False if it has run out already or another membership has begun."""
         if self.standing(now) != standing:
             return False
         with self._lock:
@@ -75,7 +75,7 @@ class Membership:
         return True
 
     def lose(self, standing: Standing, reason: str) -> None:
-        """End this membership, unless it is another one by now."""
+        """End this membership, unless another one has replaced it."""
         with self._lock:
             if self._standing == standing:
                 self._lose(reason)
@@ -86,7 +86,7 @@ class Membership:
 
 @dataclass
 class Progress:
-    """Written by the step loop alone, told by the beats."""
+    """Written by the step loop alone, reported by heartbeats."""
 
     busy_since: float | None = None
 
@@ -96,15 +96,15 @@ class Progress:
 
 
 class Signs(NamedTuple):
-    """`alive` while this process works, whether or not an engine core knows it: starting it anew would bring no engine
-    core back. `ready` at every acknowledged beat."""
+    """Sign files. `alive` is touched while this process works, whether or not an engine core knows it, since a restart
+    would bring no engine core back; `ready` at every acknowledged heartbeat."""
 
     alive: SignFile
     ready: SignFile
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Signs:
-        """Before the model is loaded. Raises ValueError for a file that cannot be made."""
+        """Call before the model is loaded. Raises ValueError for a file that cannot be made."""
         return cls(SignFile("alive_file", config.alive_file), SignFile("ready_file", config.ready_file))
 
 
@@ -112,7 +112,7 @@ NO_SIGNS = Signs(SignFile("alive_file", ""), SignFile("ready_file", ""))
 
 
 class StuckWatch:
-    """Tells of a step that runs on long after its membership was lost: it will not end, only a new process helps.
+    """Detects a step that runs on long after its membership was lost: it will not end, and only a new process helps.
 
     Only time in which the watcher itself ran counts; `now` is any monotonic clock.
     """
@@ -134,10 +134,10 @@ class Control:
     """The control connection of one registration, and its thread. Use as a context manager; leaving it ends both.
 
     Attributes:
-        connected: Set while the connection stands. Hello waits for it: an engine core may use it right after Welcome.
+        connected: Set while connected. Hello waits for it: an engine core may use this connection right after Welcome.
 
-    `connect` makes its wire, in the thread that it belongs to. `departure` is announced to the engine core at once, and
-    told when that dismisses this worker.
+    `connect` makes its wire, in the thread that owns it. `departure` is announced to the engine core at once, and
+    notified when the engine core dismisses this worker.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Control:
         self._thread.join()
 
     def check(self) -> None:
-        """Raises RuntimeError if the thread has died: a worker that does not beat must not go on computing."""
+        """Raises RuntimeError if the thread has died: a worker without heartbeats must not go on computing."""
         if self._failure is not None:
             raise RuntimeError("the control thread failed") from self._failure
 
@@ -217,7 +217,7 @@ class Control:
             wire.drop(str(error))
             return
         match message:
-            case Refused():  # also under epoch 0: an engine core that does not know us says so
+            case Refused():  # also under epoch 0: from an engine core that does not know us
                 self._membership.lose(standing, f"refused: {message.reason}")
             case BeatAck() if envelope.epoch:
                 if self._membership.heard(standing, time.monotonic()):
@@ -231,7 +231,7 @@ class Control:
 
 
 def _rss_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not tell."""
+    """Resident memory of this process; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
     except OSError:

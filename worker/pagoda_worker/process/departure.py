@@ -1,4 +1,4 @@
-"""A worker that was asked to end finishes what nobody else takes: it leaves with empty hands, dismissed, or late."""
+"""A worker asked to end leaves when it has no rows, when it is dismissed, or when its drain timeout has passed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import threading
 
 
 class Departure:
-    """When this process goes. `asked` is set by a signal; the engine core dismisses from any thread.
+    """Decides when this process leaves. A signal sets `asked`; the engine core may dismiss it from any thread.
 
-    It goes by itself `drain_timeout_s` after it was first seen to be asked.
+    Without a dismissal it leaves `drain_timeout_s` after it first noticed the request.
     """
 
     def __init__(self, asked: threading.Event, drain_timeout_s: float) -> None:
@@ -19,7 +19,7 @@ class Departure:
 
     @property
     def announced(self) -> bool:
-        """It takes nothing new."""
+        """Whether it takes nothing new."""
         return self._asked.is_set() or self._dismissed.is_set()
 
     @property
@@ -31,7 +31,7 @@ class Departure:
         self._dismissed.set()
 
     def due(self, now: float, num_rows: int) -> bool:
-        """Whether it is to go now, holding so many rows. `now` is any monotonic clock, of one thread."""
+        """Whether to leave now, with `num_rows` rows left. `now` is any monotonic clock, always of the same thread."""
         if self._dismissed.is_set():
             return True
         if not self._asked.is_set():

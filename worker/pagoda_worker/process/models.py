@@ -1,8 +1,8 @@
 """What a worker reads from files, which may outlive the process that serves it.
 
-Where workers are forked off a process, that one loads the models and computes nothing, and every life after it finds
-them in its memory: weights are never written, so they stay the same pages, huge ones included, and a life begins within
-milliseconds however large they are. What only one life has, its KV cache and its threads, it makes itself.
+If workers are forked off a template process, the template loads the models and computes nothing, and every fork finds
+them in its memory. Weights are never written, so the forks share their pages, huge ones included, and start within
+milliseconds however large the model is. Each fork makes its own KV cache and threads.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _kept: dict[WorkerConfig, Models] = {}
 
 
 class Models(NamedTuple):
-    """The model and, if there is one, its draft model; `seconds` is how long they took to load. `available` are bytes
-    that the host had left then, where all lives of a worker are to share it as the first one did; else 0."""
+    """The model and, if there is one, its draft model. `seconds` is how long they took to load; `available` the bytes
+    the host had left then, if all forks are to size themselves like the first one; else 0."""
 
     loaded: LoadedModel
     draft: LoadedModel | None
@@ -63,7 +63,7 @@ def load_models(config: WorkerConfig, progress: Progress) -> Models:
 
 
 def keep_models(config: WorkerConfig, progress: Progress) -> None:
-    """Load them for the forks of this process, unless that would be in vain: what is on a GPU is no fork's.
+    """Load the models for the forks of this process, unless they may be on a GPU, which forks cannot share.
 
     Raises:
         ValueError: the model or the configuration cannot be used.
@@ -80,17 +80,17 @@ def keep_models(config: WorkerConfig, progress: Progress) -> None:
 
 
 def kept_models(config: WorkerConfig) -> Models | None:
-    """What the process that we are a fork of has loaded for us; it is ours to let go of, so it is given once."""
+    """The models that our parent process loaded for us, if any; returned once, so that the caller can free them."""
     return _kept.pop(config, None)
 
 
 def kept_s(config: WorkerConfig) -> float:
-    """How long what is kept for us took to load; 0 when nothing is."""
+    """How long the kept models took to load; 0 if there are none."""
     return _kept[config].seconds if config in _kept else 0.0
 
 
 def _at_rest(num_threads: int) -> bool:
-    """Whether no more threads are left than so many, once those that have computed are told to end."""
+    """Whether no more than `num_threads` threads are left, once compute threads have been told to end."""
     rest()
     until = time.monotonic() + THREADS_END_S
     while _num_threads() > num_threads:

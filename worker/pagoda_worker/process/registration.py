@@ -1,8 +1,8 @@
-"""One registration: all that a worker holds of an engine core, from its Hello until anything at all goes wrong.
+"""One registration: everything a worker holds of an engine core, from its Hello until anything at all goes wrong.
 
-Two connections, the thread that beats and the membership begin and end together, and none is used twice. So nothing of
-an earlier attempt can stand in the way of the next: no link that swallows what it is given, and no routing id that the
-engine core still takes for a connection it does not know to be dead.
+Both connections, the heartbeat thread and the membership begin and end together, and none is reused. So nothing of an
+earlier attempt can get in the way of the next: no link that drops messages, and no routing id that the engine core
+still attributes to a connection it does not know to be dead.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pagoda_worker.process.wire import Link, Wire
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.1  # how soon whoever waits notices that the worker is to leave
+POLL_S = 0.1  # how soon a waiting thread notices that the worker is leaving
 SEND_TIMEOUT_S = 1.0
-LINGER_S = 0.5  # what was said last still leaves within this time
+LINGER_S = 0.5  # the last messages may still be sent within this time
 
 
 class Registration:
     """Use as a context manager, in the thread that made it.
 
     Attributes:
-        hello: What is said; its number is in the routing ids.
-        standing: What the engine core's Welcome gave; none of it holds before.
+        hello: The message to send; its registration number is part of the routing ids.
+        standing: Given by the engine core's Welcome; matches nothing before.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Registration:
         self._wire.close(LINGER_S if kind is None else 0.0)
 
     def ask(self, answer_s: float, leaving: Callable[[], bool]) -> Welcome | Refused | None:
-        """Say Hello once; None when no answer comes, or when this worker is to leave.
+        """Send Hello once; None if no answer comes, or if this worker is leaving.
 
-        `answer_s` is how long it takes at most to connect, and then again to be answered.
+        `answer_s` limits the time to connect, and then again the time to the answer.
         """
         said, deadline = False, time.monotonic() + answer_s
         while not leaving() and time.monotonic() < deadline:
@@ -82,11 +82,11 @@ class Registration:
 
     @property
     def why_unanswered(self) -> str:
-        """Where the engine core was asked, and what is known of why nothing comes from there."""
+        """The address asked, and what is known of why no answer comes from there."""
         return f"{self._endpoint}: {self._wire.why_silent()}"
 
     def admit(self, welcome: Welcome) -> Standing:
-        """The membership begins. Connections that broke before were lost for nothing that it needs."""
+        """Begin the membership. Connections that broke earlier do not matter to it."""
         self._wire.broke()
         self.standing = self._membership.admit(welcome, self._version, time.monotonic())
         return self.standing
@@ -103,13 +103,13 @@ class Registration:
         self._membership.lose(self.standing, reason)
 
     def send(self, message: Message) -> bool:
-        """False when the engine core could not be reached."""
+        """False if the engine core could not be reached."""
         return self._wire.send(message, *self.standing, timeout_s=SEND_TIMEOUT_S)
 
     def receive(self, timeout_s: float) -> ToWorker | None:
-        """The next message of this standing. What belongs to another one is dropped undecoded; what cannot be read, or
-        waited while this process could not run, ends the standing. So does a connection that broke. Raises
-        RuntimeError if the thread that beats has died."""
+        """The next message of this standing; frames of another standing are dropped undecoded. A broken connection, an
+        unreadable frame, or one read after the lease ran out ends the standing. Raises RuntimeError if the heartbeat
+        thread has died."""
         self._control.check()
         if self._wire.broke():
             self.lose("the connection broke")

@@ -1,4 +1,4 @@
-"""From a configuration to a runner that has computed its first token: where a worker and offline use begin."""
+"""From a configuration to a runner that has computed its first token: used by workers and offline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pagoda_worker.step.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
-STEP_SHARE = 16  # of a device's memory, which a step of a model that reads is taken to need at most
+STEP_SHARE = 16  # a step of a model that reads is assumed to need at most 1/16 of the device's memory
 
 MakeAccelerator = Callable[[torch.device], Accelerator]
 
@@ -37,12 +37,12 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
 
     Args:
         config: Which model, where and how.
-        progress: Called with bytes loaded and bytes in all; what it raises ends the loading.
+        progress: Called with bytes loaded and bytes in all; an exception it raises ends the loading.
         recording: Called with decode steps recorded and steps in all, on a device that records.
 
     Raises:
         ValueError: the model or the configuration cannot be used.
-        BackendError: the kernels that were named, or any, fail on the first steps.
+        BackendError: the named kernels, or torch under `auto`, fail on the first steps.
     """
     models = kept_models(config) or load_models(config, progress)
     try:
@@ -51,7 +51,7 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
         if not config.kernels.startswith(AUTO) or models.loaded.ops.name == "torch":
             raise
         log.warning("torch serves: %s", error)
-    del models  # its weights are packed for the others, and need the room
+    del models  # its weights are packed for the other back end, and take up the room
     config = replace(config, kernels=config.kernels.replace(AUTO, "torch", 1))
     return _started(config, load_models(config, progress), recording)
 
@@ -80,7 +80,7 @@ def _started(config: WorkerConfig, models: Models, recording: Progress) -> Model
 
 
 def _tell_kv_cache(config: WorkerConfig, loaded: LoadedModel, runner: ModelRunner) -> None:
-    """What of contexts it has room for, and what one takes."""
+    """Log how much context the cache holds, and what a context costs."""
     facts = runner.facts
     for group in facts.kv_groups:
         what = f"the last {group.kept} tokens" if group.kept else "all tokens"
@@ -105,7 +105,7 @@ def _generating(config: WorkerConfig, models: Models, recording: Progress) -> Mo
     loaded, *drafts = settled(config, models.loaded, *([models.draft] if models.draft else []))
     draft = drafts[0] if drafts else None
     if loaded.ops.own_threads:
-        torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
+        torch.set_num_threads(1)  # little is left to torch, and its threads spin after each piece
     if loaded.device.type == "cpu":
         left = loaded.adapters.room.left_bytes
         num_blocks = num_kv_blocks(config, loaded, draft, adapters_bytes=left, at_first=models.available)
@@ -124,7 +124,7 @@ def runner_on_device(
 
     Raises:
         NotEnoughMemory: the device has too little left.
-        BackendError: the kernels fail at the largest step, or the device cannot record a decode step.
+        BackendError: the kernels fail on the largest step, or the device cannot record a decode step.
     """
     decoder = loaded.model
     accelerator = make_accelerator(loaded.device)
@@ -160,7 +160,7 @@ def _num_blocks(rehearsal: Rehearsal, graphs: Callable[[], int], spare: int = 0)
 def _graphed(
     decoder: Decoder, loaded: LoadedModel, config: WorkerConfig, accelerator: Accelerator, num_blocks: int
 ) -> Graphed:
-    """Its padding goes to the block after the last that rows are given."""
+    """Padding goes to the block after the last allocatable one."""
     sizes = ladder(config.max_rows)
     lines = Lines(
         max_rows=sizes[-1],

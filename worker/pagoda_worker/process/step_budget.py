@@ -1,14 +1,14 @@
-"""How many tokens a step may compute: what was configured, less after memory ran out, more again as time goes by."""
+"""How many tokens a step may compute: as configured, halved whenever memory runs out, and restored over time."""
 
 from __future__ import annotations
 
 from pagoda_proto import times
 
-MIN_TOKENS = 64  # a step so small that memory is short for other reasons
+MIN_TOKENS = 64  # below this, memory is short for other reasons
 
 
 class StepBudget:
-    """`most` is what was configured, `least` what a step can never do without; `now` any monotonic clock."""
+    """`most` is the configured number, `least` what a step cannot do without; `now` is any monotonic clock."""
 
     def __init__(self, most: int, least: int = MIN_TOKENS) -> None:
         self._most = most
@@ -17,11 +17,11 @@ class StepBudget:
         self._since = 0.0
 
     def offered(self, now: float) -> int:
-        """Tokens a step may have; twice as many after every while without a lack of memory."""
+        """Tokens a step may have; doubles after each BUDGET_RESTORE_S without running out of memory."""
         doublings = min(64, max(0, int((now - self._since) / times.BUDGET_RESTORE_S)))
         return min(self._most, self._reduced << doublings)
 
     def ran_out(self, now: float) -> None:
-        """Memory was short in a step."""
+        """A step ran out of memory."""
         self._reduced = max(self._least, self.offered(now) // 2)
         self._since = now

@@ -1,4 +1,4 @@
-"""A worker's end of one connection to the engine core: it connects, frames what it sends, and opens what comes."""
+"""A worker's end of one connection to the engine core: connects, frames what it sends, and opens incoming frames."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOCKET_OPTIONS = {
     zmq.SNDHWM: 100,
     zmq.RCVHWM: 100,
     zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
-    zmq.IMMEDIATE: 1,  # nothing is queued for an engine core that is not there
+    zmq.IMMEDIATE: 1,  # nothing is queued for an absent engine core
     zmq.HEARTBEAT_IVL: PING_MS,
     zmq.HEARTBEAT_TIMEOUT: DEAD_MS,
     zmq.HANDSHAKE_IVL: DEAD_MS,
@@ -40,11 +40,11 @@ SILENCES: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: NO_HANDSHAKE,
     zmq.EVENT_HANDSHAKE_SUCCEEDED: "connected, and no answer comes",
 }
-"""What an event of a connection says of why nothing is heard; the last one holds."""
+"""What a connection event says about why nothing is heard; the last one holds."""
 
 
 class Link(NamedTuple):
-    """Where the engine core is, who speaks to it, and in which versions of the protocol; `keys` are the worker's where
+    """Where the engine core is, which worker speaks to it, and in which protocol versions; `keys` are the worker's if
     the link is encrypted (CURVE)."""
 
     endpoint: str
@@ -56,7 +56,7 @@ class Link(NamedTuple):
 def local_or_encrypted(endpoint: str, worker_id: str, keys_dir: str = "") -> Link:
     """A link that nobody else can listen to: a socket file, a loopback port or, given keys, any TCP address.
 
-    Raises ValueError for another address, KeyFileError (one too) for keys that are missing.
+    Raises ValueError for any other address, KeyFileError (a ValueError) for missing keys.
     """
     scheme, _, rest = endpoint.partition("://")
     try:
@@ -72,9 +72,9 @@ def local_or_encrypted(endpoint: str, worker_id: str, keys_dir: str = "") -> Lin
 
 
 class Wire:
-    """One DEALER socket. It belongs to the thread that made it; its sequence numbers count for the process's life.
+    """One DEALER socket. It belongs to the thread that made it; its sequence numbers start with the socket.
 
-    Raises ValueError when the address cannot be connected to.
+    Raises ValueError if the address cannot be connected to.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], link: Link, routing_id: str) -> None:
@@ -93,7 +93,7 @@ class Wire:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, link.keys.peers[0])
         watched = sum(SILENCES, zmq.EVENT_DISCONNECTED)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(watched)
-        self._endings = 0  # not yet asked about
+        self._endings = 0  # disconnects since `broke` was last called
         self._why_silent = NO_CONNECTION
         self.dropped = 0  # frames, so far
         try:
@@ -107,14 +107,14 @@ class Wire:
         return _ready(self._socket, zmq.POLLOUT, timeout_s)
 
     def broke(self) -> bool:
-        """Whether a connection has ended since this was last asked: nobody knows what of it has arrived, though libzmq
-        makes another one by itself."""
+        """Whether a connection has ended since the last call: what of it arrived is unknown, even though libzmq
+        reconnects by itself."""
         self._look()
         found, self._endings = self._endings > 0, 0
         return found
 
     def why_silent(self) -> str:
-        """What libzmq tells of the way there, for when nothing is heard."""
+        """What libzmq reports about the connection, for when nothing is heard."""
         self._look()
         return self._why_silent
 
@@ -132,7 +132,7 @@ class Wire:
         version: int = PROTOCOL_VERSION,
         timeout_s: float = 0.0,
     ) -> bool:
-        """False when the engine core could not be reached in time; the message is then gone."""
+        """False if the engine core could not be reached in time; the message is then lost."""
         if not self.reaches(timeout_s):
             return False
         self._sequence += 1
@@ -144,7 +144,7 @@ class Wire:
         return True
 
     def receive(self, timeout_s: float) -> tuple[Envelope, bytes] | None:
-        """The next frame for this worker, its payload still encoded; None when there is none in time, or a bad one."""
+        """The next frame for this worker, its payload still encoded; None if none arrives in time, or if it is bad."""
         if not _ready(self._socket, zmq.POLLIN, timeout_s):
             return None
         parts: Sequence[bytes] = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -159,19 +159,19 @@ class Wire:
         return envelope, payload
 
     def drop(self, reason: str) -> None:
-        """Note a frame that is not acted upon; a flood of them makes one line."""
+        """Count and log a frame that is not acted upon; a flood of them makes one line."""
         self.dropped += 1
         log.log(logging.WARNING if self.dropped == 1 else logging.DEBUG, "dropped a frame: %s", reason)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Let go of the socket; what was sent may still leave within `linger_s`."""
+        """Close the socket; sent messages may still leave within `linger_s`."""
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close(linger=round(linger_s * 1000))
 
 
 def _ready(socket: zmq.Socket[bytes], for_what: int, timeout_s: float = 0.0) -> bool:
-    """Within so long. A poll costs many times what it costs to ask, and while there is work it has happened already."""
+    """Whether it is ready within `timeout_s`. Reading EVENTS is far cheaper than a poll, and under load it suffices."""
     if int(socket.get(zmq.EVENTS)) & for_what:
         return True
     return timeout_s > 0 and bool(socket.poll(round(timeout_s * 1000), for_what))

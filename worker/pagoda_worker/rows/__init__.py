@@ -1,1 +1,1 @@
-"""Rows on the host: their tokens, penalties and drafts, and the batch they make."""
+"""Rows on the host: their tokens, penalties and drafts, and the batch built from them."""

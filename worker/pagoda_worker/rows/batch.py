@@ -1,7 +1,7 @@
 """One forward pass of many rows, laid out as tensors.
 
-All chunks of a step are packed one after the other without padding; every op finds its row through `query_starts`.
-There is no prefill and no decode: a row has `query_lens[i]` new tokens at the end of `context_lens[i]` tokens.
+All chunks of a step are packed without padding; every op finds its row through `query_starts`. Prefill and decode are
+not distinguished: a row has `query_lens[i]` new tokens at the end of `context_lens[i]` tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Places(NamedTuple):
 class Batch:
     """T packed new tokens of B rows; logits are wanted for R of the tokens.
 
-    The lists repeat small facts on the host so that no op has to read a tensor back. Places are those by the first
-    table of rows, `others` those by the other tables; ops are given the batch `at` the table of their group.
+    The lists repeat small facts on the host so that no op has to read a tensor back. The places here are by the first
+    block table of the rows, `others` those by the other tables; an op gets the batch `at` its group's table.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -46,20 +46,20 @@ class Batch:
     context_lens: list[int]  # [B], tokens in the KV cache after this step's are written
     logit_indices: torch.Tensor  # [R] int64, tokens whose logits are wanted, in row order
     others: tuple[Places, ...] = ()
-    slots: TokenSlots | None = None  # of the tokens' adapters; None where no row has one
-    logit_slots: TokenSlots | None = None  # the same of the tokens whose logits are wanted
-    device_lengths: torch.Tensor | None = None  # see `lengths`; given where the device has them already
-    bounded: bool = False  # `context_lens` are bounds: this is what a step of one new token per row is recorded for
+    slots: TokenSlots | None = None  # adapter slot of each token; None if no row has an adapter
+    logit_slots: TokenSlots | None = None  # the same for the tokens whose logits are wanted
+    device_lengths: torch.Tensor | None = None  # see `lengths`; set if the device already has them
+    bounded: bool = False  # `context_lens` are upper bounds: for recording a step of one new token per row
 
     def at(self, table: int) -> Batch:
-        """The batch as layers see it that go by this table."""
+        """The batch as seen by layers that use this block table."""
         return replace(self, **self.others[table - 1]._asdict(), others=()) if table else self
 
     def in_chunks(self, size: int, block_size: int) -> Batch:
-        """The batch as attention within chunks of `size` tokens sees it: every chunk of which there are new tokens is a
-        row, whose blocks and positions begin where it does.
+        """The batch as seen by attention within chunks of `size` tokens: each chunk with new tokens is a row, whose
+        blocks and positions start at the chunk's start.
 
-        A chunk is a whole number of blocks. What a step is recorded for has a view that `follow` renews.
+        A chunk is a whole number of blocks. The view of a batch made for recording is renewed by `follow`.
         """
         if max(self.context_lens) <= size:
             return self
@@ -75,7 +75,7 @@ class Batch:
         lens, ends = [end - start for *_, start, end in spans], [end - chunk for _, chunk, _, end in spans]
         rows, firsts = np.array([(row, chunk // block_size) for row, chunk, *_ in spans]).T
         entries = firsts[:, None] + np.arange(-(-max(ends) // block_size))
-        np.minimum(entries, self.block_tables.shape[1] - 1, out=entries)  # those beyond a row's end are not read
+        np.minimum(entries, self.block_tables.shape[1] - 1, out=entries)  # entries beyond a row's end are not read
         places = torch.from_numpy(np.stack(np.broadcast_arrays(rows[:, None], entries))).to(self.block_tables.device)
         return replace(
             self,
@@ -88,21 +88,21 @@ class Batch:
         )
 
     def follow(self, batch: Batch, size: int, block_size: int) -> None:
-        """This is `batch.in_chunks`, made when the device knew other lengths: see to it that it is so now."""
+        """Renew this view, made by `batch.in_chunks` when the device held other lengths."""
         tables, lengths = batch._chunk_lines(size, block_size)
         self.block_tables.copy_(tables)
         self.lengths.copy_(lengths)
 
     def _chunk_lines(self, size: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block tables and lengths of `in_chunks` for rows of one new token each, by what the device knows."""
+        """Block tables and lengths of `in_chunks` for rows of one new token each, from what the device knows."""
         last, width = self.lengths - 1, min(size // block_size, self.block_tables.shape[1])
         entries = (last // size * (size // block_size))[:, None] + torch.arange(width, device=last.device)
-        entries = entries.clamp(max=self.block_tables.shape[1] - 1)  # those beyond a row's end are not read
+        entries = entries.clamp(max=self.block_tables.shape[1] - 1)  # entries beyond a row's end are not read
         return self.block_tables.gather(1, entries.long()), (last % size + 1).to(torch.int32)
 
     @cached_property
     def lengths(self) -> torch.Tensor:
-        """[B] int32: `context_lens` where the tokens are. A step that is recorded reads these and not the list."""
+        """[B] int32: `context_lens` on the tokens' device. A recorded step reads this instead of the list."""
         if self.device_lengths is not None:
             return self.device_lengths
         return torch.tensor(self.context_lens, dtype=torch.int32, device=self.token_ids.device)
@@ -117,7 +117,7 @@ class Batch:
 
 
 class Laid(Protocol):
-    """What a batch is laid out of: rows, and what stands for them."""
+    """What a batch is laid out from: rows, and their stand-ins."""
 
     @property
     def row_id(self) -> int: ...
@@ -136,7 +136,7 @@ def build_batch(
 ) -> Batch:
     """Lay out at least one chunk, each of a different row whose tokens and blocks cover it.
 
-    A row's `drafts` stand behind its chunk; if the chunk samples, their logits are wanted as well.
+    A row's `drafts` follow its chunk; if the chunk samples, their logits are wanted as well.
 
     Python runs once per row and numpy once per batch, which keeps 64 decoding rows to a fraction of a millisecond.
     """
@@ -173,8 +173,8 @@ def build_batch(
 
 
 def _tokens_of(work: Sequence[tuple[Laid, Chunk]], drafts: Mapping[int, Ids]) -> tuple[Ids, list[int]]:
-    """The tokens, and how many of them are each row's."""
-    if not drafts and all(chunk.num_tokens == 1 for _, chunk in work):  # nearly every step that decodes
+    """The tokens, and the number of tokens of each row."""
+    if not drafts and all(chunk.num_tokens == 1 for _, chunk in work):  # nearly every decode step
         return np.array([row.tokens.array[chunk.start] for row, chunk in work]), [1] * len(work)
     parts = [row.tokens.array[chunk.start : chunk.start + chunk.num_tokens] for row, chunk in work]
     for i, (row, _) in enumerate(work if drafts else ()):
@@ -190,12 +190,12 @@ def _places(
     block_size: int,
     device: torch.device,
 ) -> Places:
-    """By one table of each row, of which so many entries are wanted; `of_token`: row, entry and offset there."""
+    """Places by one table of each row, of which it uses `lengths` entries; `of_token`: row, entry and offset there."""
     cells = np.zeros((len(tables), max(lengths)), np.int32)
     for i, (table, length) in enumerate(zip(tables, lengths, strict=True)):
         blocks = table.array[:length]
         cells[i, : len(blocks)] = blocks
-        if len(blocks) and blocks[0] < 0:  # what is not kept is not read, but has to be some block
+        if len(blocks) and blocks[0] < 0:  # unkept blocks are not read, but need a valid id
             np.maximum(cells[i], 0, out=cells[i])
     rows, entries, offsets = of_token
     indices = cells[rows, entries].astype(np.int64) * block_size + offsets
@@ -203,7 +203,7 @@ def _places(
 
 
 def batch_of_spans(spans: Sequence[tuple[int, int]], tables: torch.Tensor) -> Batch:
-    """Stands in for a real batch: a row for each span, of which tokens [start, end) are new.
+    """A stand-in for a real batch: one row per span, of which tokens [start, end) are new.
 
     Token ids and KV indices are the positions, and no logits are wanted. tables: [rows, blocks] int32, on the device.
     """
@@ -228,7 +228,7 @@ def _slots(work: Sequence[tuple[Laid, Chunk]], row_of_token: Ids, device: torch.
 
 
 def _logit_indices(work: Sequence[tuple[Laid, Chunk]], starts: Ids, drafted: bool) -> Ids:
-    """The last known token of each chunk that samples, and the drafts behind it."""
+    """The last known token of each chunk that samples, and the drafts that follow it."""
     sampled = np.array([chunk.sample for _, chunk in work])
     indices: Ids = starts[1:][sampled] - 1
     if not drafted:

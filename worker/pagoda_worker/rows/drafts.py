@@ -1,6 +1,5 @@
-"""How many tokens to guess for a row: more while guesses hold, fewer when they fail, none for a while when they always
-do. It depends on the row's own history alone.
-"""
+"""How many tokens to draft for a row: more while drafts are accepted, fewer when they fail, none for a while when they
+keep failing. It depends on the row's own history alone."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ MAX_PAUSE = 64  # tokens without drafts; one failed draft in so many costs less 
 
 
 class DraftLength:
-    """Doubles when all drafts held, falls to what held otherwise; each failure in a row doubles the pause after it."""
+    """Doubles if all drafts held, falls to how many did, halves if none did; failures in a row double the pause."""
 
     __slots__ = ("_failures", "_length", "_most", "_pause")
 
@@ -26,11 +25,11 @@ class DraftLength:
 
     @property
     def now(self) -> int:
-        """Drafts to try with the next token; 0 in a pause."""
+        """Drafts to try with the next token; 0 during a pause."""
         return 0 if self._pause else self._length
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """A token has been sampled, with so many drafts tried behind it, of which the first `num_accepted` held."""
+        """A token was sampled, with `num_drafted` drafts tried after it, of which the first `num_accepted` held."""
         if not num_drafted:
             self._pause = max(0, self._pause - 1)
         elif num_accepted == num_drafted:
@@ -50,9 +49,9 @@ class RowDrafts:
     Attributes:
         length: How many drafts are worth trying.
         index: Of the row's tokens, for prompt lookup.
-        distance: How far back the text last read as it does now; 0: nowhere.
-        guess: What is likely to follow, with suffixes.
-        text: The row's outputs as others of its domain may read them, with suffixes.
+        distance: How many tokens ago the text last matched its current end; 0: never.
+        guess: The likely continuation, for suffix lookup.
+        text: The row's outputs as other rows of its domain may read them, for suffix lookup.
         num_computed: Leading tokens whose K and V are in the draft model's cache.
     """
 

@@ -1,9 +1,9 @@
-"""The one order of a row's tokens: descending logit, equal logits by lowest id. Everything is a prefix of it.
+"""The one order of a row's tokens: descending logit, ties by lowest id. Everything else is a prefix of it.
 
-top_k, top_p and min_p each keep a prefix, a sampled token is a place in it, a rank is a place in it. A prefix is found
-by a threshold that takes in every token equal to it, then sorted, so how much was looked at never shows in the result.
-All functions work on one row of finite-or--inf float32 logits on the host, in one thread, and so do not depend on the
-batch around it.
+top_k, top_p and min_p each keep a prefix; a sampled token and a rank are positions in it. A prefix is found with a
+threshold that includes all tokens equal to it, then sorted, so how much was examined never shows in the result. All
+functions work on one row of finite-or--inf float32 logits on the host, in one thread, and so do not depend on the rest
+of the batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Logits = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float64]
 
-# A row is searched by the highest of groups of its tokens: so many that nearly each token wanted is the highest of one.
+# A row is searched by the maxima of groups of its tokens, so many that nearly every wanted token is one of them.
 MIN_GROUPS, GROUPS_PER_TOKEN = 1024, 8
 
 _SIGN = np.uint32(0x80000000)
@@ -24,8 +24,8 @@ _32 = np.uint64(32)
 
 
 def sort(logits: Logits, ids: Ids) -> Ids:
-    """`ids` in order. Each becomes a unique integer key (logit bits, id), so that any sort gives the one answer."""
-    bits = (np.float32(0) - logits[ids]).view(np.uint32)  # ascending; 0 - x makes one zero of the two
+    """`ids` in order. Each becomes a unique integer key (logit bits, id), so every sort gives the same result."""
+    bits = (np.float32(0) - logits[ids]).view(np.uint32)  # ascending; 0 - x merges the two zeros
     ordered = np.where(bits & _SIGN, ~bits, bits | _SIGN)
     keys = ordered.astype(np.uint64) << _32 | ids.astype(np.uint64)
     keys.sort()
@@ -63,5 +63,5 @@ def weights(logits: Logits, top: float, temperature: float = 1.0) -> Weights:
 
 
 def mass(logits: Logits, top: float) -> float:
-    """Sum of the weights of a whole row. numpy's pairwise sum depends on nothing but the values and their number."""
+    """Sum of the weights of a whole row. numpy's pairwise sum depends only on the values and their number."""
     return float(weights(logits, top).sum())

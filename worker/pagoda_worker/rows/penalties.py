@@ -1,7 +1,7 @@
-"""What a request asks to be done to its logits before a token is chosen. Most rows ask nothing and have no Processing.
+"""Changes that a request asks for to its logits before sampling. Most rows ask for none and have no Processing.
 
 The order is that of vLLM's sampler: allowed tokens, bad words, min_tokens, the grammar, logit bias, then the
-repetition, frequency and presence penalties. Masking is -inf, which no later operation lifts.
+repetition, frequency and presence penalties. Masking is -inf, which no later operation undoes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MASKED = np.float32(-np.inf)
 
 
 class TokenCounts:
-    """The distinct tokens of a row and how often each is in its output; grows by one lookup per token."""
+    """A row's distinct tokens and how often each is in its output; adding a token costs one lookup."""
 
     def __init__(self, tokens: Ids, num_prompt_tokens: int) -> None:
         ids, place = np.unique(tokens, return_inverse=True)
@@ -35,7 +35,7 @@ class TokenCounts:
 
     @property
     def output_counts(self) -> Ids:
-        """How often each of `ids` is in the output; 0 for tokens of the prompt alone."""
+        """How often each of `ids` is in the output; 0 for tokens only in the prompt."""
         return self._counts[: self._size]
 
     def add(self, token: int) -> None:
@@ -51,8 +51,8 @@ class TokenCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Processing:
-    """One row's changes to its logits. `counts` and `matcher` alone grow with the row; they exist only
-    if there are penalties, and a grammar."""
+    """One row's changes to its logits. Only `counts` and `matcher` grow with the row; they exist only with penalties
+    and with a grammar, respectively."""
 
     params: SamplingParams
     allowed: Ids | None
@@ -71,7 +71,7 @@ class Processing:
         num_prompt_tokens: int,
         matcher: Matcher | None = None,
     ) -> Processing | None:
-        """The row's processing, or None when its parameters ask for nothing. `matcher` has consumed the output."""
+        """The row's processing, or None if its parameters ask for nothing. `matcher` has consumed the output."""
         penalised = (
             params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         )
@@ -110,14 +110,14 @@ class Processing:
             logits.fill(MASKED)
             logits[allowed] = kept
         logits[masked] = MASKED
-        with np.errstate(over="ignore"):  # an overflow is found by whoever takes the maximum
+        with np.errstate(over="ignore"):  # the caller checks the maximum for overflow
             logits[self.bias_ids] += self.bias
             if self.counts is not None:
                 self._penalise(logits, self.counts)
 
     def limits(self, outputs: Ids, vocab_size: int) -> tuple[Ids | None, Ids]:
-        """The tokens that alone may follow `outputs`, None if it is all; and those that must not: they would complete a
-        bad word, end the row too early, or not fit its grammar."""
+        """The only tokens that may follow `outputs` (None: all), and those that must not: they would complete a bad
+        word, end the row too early, or violate its grammar."""
         masked = _ids(tuple(w[-1] for w in self.params.bad_words_token_ids if completes(w, outputs)))
         if len(outputs) < self.params.min_tokens:
             masked = np.concatenate([masked, self.ending])

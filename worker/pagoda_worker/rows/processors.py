@@ -1,6 +1,5 @@
-"""A caller in this process may change a row's logits by a function of its own. A function crosses no wire, so only who
-has the worker in his own process can give one.
-"""
+"""A caller in this process may change a row's logits with its own function. A function crosses no wire, so only offline
+use, with the worker in the caller's process, can pass one."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ import numpy as np
 from pagoda_proto.params import SamplingParams
 
 Processor = Callable[[list[int], Any], Any]
-"""Output tokens so far and the logits that follow them, [V] float32 in numpy, to logits of the same shape. It is called
-once per position, whatever happens to the row, and is to depend on nothing else."""
+"""Takes the output tokens so far and the logits that follow them, [V] float32 in numpy; returns logits of the same
+shape. Called once per position, whatever happens to the row; must depend on nothing else."""
 
 
 class ProcessedParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
-    """Parameters with a function."""
+    """Parameters with a logits processor."""
 
     processor: Processor
 
@@ -32,8 +31,8 @@ def processor_of(params: SamplingParams) -> Processor | None:
 
 
 def apply(processor: Processor, outputs: list[int], logits: Any) -> str:
-    """Let it change `logits` [V] in place; what is wrong with it, "" if nothing is. Whatever it raises is its own row's
-    end."""
+    """Let it change `logits` [V] in place; returns what is wrong with it, "" if nothing. Whatever it raises ends its
+    own row."""
     try:
         changed = np.asarray(processor(outputs, logits.copy()), np.float32)
     except Exception as error:  # noqa: BLE001 - a function of the caller's

@@ -1,6 +1,6 @@
-"""A row is everything a worker remembers about one choice of a request: its tokens, its blocks and how to sample it.
+"""A row is everything a worker keeps about one choice of a request: its tokens, its blocks and how to sample it.
 
-Rows persist between steps, so a plan says only what changed; the worker appends its own samples.
+Rows persist between steps, so a plan carries only changes; the worker appends its own samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MIN_ROOM = 64
 
 
 class Ints:
-    """A growing list of int64 whose contents can be used as an array at no cost."""
+    """A growing list of int64 whose contents are available as an array without copying."""
 
     __slots__ = ("_data", "_size")
 
@@ -37,7 +37,7 @@ class Ints:
 
     @property
     def array(self) -> Ids:
-        """The values as a view; it is stale after the next append."""
+        """The values as a view; stale after the next append."""
         return self._data[: self._size]
 
     def append(self, value: int) -> None:
@@ -59,20 +59,20 @@ class Ints:
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
 class Row:
-    """State of one row. The runner alone changes it, between two steps.
+    """State of one row. Only the runner changes it, between steps.
 
     Attributes:
         tokens: Prompt then output; the first `num_prompt_tokens` are prompt.
-        blocks: The row's first block table. It grows in place, and is another object once an entry of any was
-            replaced: whoever has copied them can tell. Entries of what is not kept are -1.
+        blocks: The row's first block table. It grows in place, and becomes another object when an entry of any table is
+            replaced, so that holders of copies notice. Entries of blocks no longer kept are -1.
         others: Its other block tables, all as long as the first.
         num_computed: Leading tokens whose K and V are in the cache.
         seed: 64-bit key of the random stream.
         choice: Which of the request's choices; keys the random stream too.
-        processing: What changes the row's logits before sampling; None for most rows.
-        drafts: The drafter's own; None until it has seen the row.
-        pooling: How its prompt is to be read; None where it is to be continued.
-        slot: That of its adapter, while it has one here.
+        processing: Changes to the row's logits before sampling; None for most rows.
+        drafts: The drafter's state; None until it has seen the row.
+        pooling: How to read its prompt; None if it generates.
+        slot: Its adapter's, or NO_ADAPTER.
         domain: See `NewRow`.
         num_promised: Outputs at the end of `tokens` that the host does not know yet.
     """
@@ -104,7 +104,7 @@ class Row:
         others: Sequence[Ids] = (),
     ) -> Row:
         """The row that `new` describes; `tokens`, `blocks` and `others` are its lists, checked and as arrays, `matcher`
-        is of its grammar, `slot` that of its adapter."""
+        is for its grammar, `slot` is its adapter's."""
         return cls(
             row_id=new.row_id,
             tokens=Ints(tokens),
@@ -136,19 +136,19 @@ class Row:
         return self.tokens.array[self.num_prompt_tokens :]
 
     def append(self, token: int) -> None:
-        """Take a sampled token as the row's next output."""
+        """Append a sampled token as the row's next output."""
         self.tokens.append(token)
         if self.processing is not None:
             self.processing.count(token)
 
     def promise(self) -> int:
-        """Make room for an output that the host does not know yet, and return its place among the tokens."""
+        """Reserve an output that the host does not know yet, and return its place among the tokens."""
         self.tokens.append(0)
         self.num_promised += 1
         return len(self.tokens) - 1
 
     def fulfil(self, place: int, token: int) -> None:
-        """The output that was promised at `place`."""
+        """Fill in the output that was promised at `place`."""
         self.tokens.array[place] = token
         self.num_promised -= 1
         if self.processing is not None:

@@ -1,4 +1,4 @@
-"""An adapter in use has a slot; a row has that of its adapter, and so has each of its tokens."""
+"""An adapter in use has a slot; rows and their tokens carry the slot of their adapter."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NO_ADAPTER = -1
 
 @dataclass(frozen=True)
 class TokenSlots:
-    """The slot of each token of a step, or NO_ADAPTER. `sent` is `there`, if it was sent with other things; of what is
-    recorded it alone says who has one."""
+    """The slot of each token of a step, or NO_ADAPTER. `sent` is the value of `there` if it was uploaded with other
+    inputs; in a recorded step, it alone says which tokens have an adapter."""
 
     slots: NDArray[np.int32]  # [T]
     device: torch.device
@@ -38,21 +38,21 @@ class TokenSlots:
 
     @cached_property
     def groups(self) -> list[tuple[int, Tensor]]:
-        """Each slot, and which tokens have it, on the device."""
+        """Each slot in use, with its tokens, on the device."""
         used = (slot for slot in np.unique(self.slots).tolist() if slot != NO_ADAPTER)
         return [(slot, torch.from_numpy(np.flatnonzero(self.slots == slot)).to(self.device)) for slot in used]
 
     def parts(self, others: Mapping[int, T], own: T) -> list[tuple[T, Tensor]]:
-        """Which tokens go to what `others` have for their slots, and which go to `own`."""
+        """The tokens of each slot in `others`, with that slot's entry, and the remaining tokens with `own`."""
         shared = [(others[slot], places) for slot, places in self.groups if slot in others]
         left = torch.from_numpy(np.flatnonzero(~np.isin(self.slots, list(others)))).to(self.device)
         return [(own, left), *shared] if len(left) else shared
 
     def at(self, places: Tensor) -> TokenSlots:
-        """Those of some of the tokens."""
+        """The slots of some of the tokens."""
         return TokenSlots(self.slots[places.cpu().numpy()], self.device)
 
 
 def slots_of(slot: int, count: int, device: torch.device) -> TokenSlots | None:
-    """Of so many tokens of one row."""
+    """Slots for `count` tokens of one row."""
     return None if slot == NO_ADAPTER else TokenSlots(np.full(count, slot, np.int32), device)

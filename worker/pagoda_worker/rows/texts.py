@@ -1,10 +1,8 @@
-"""What was said before, to those who may know it: the outputs of rows of one domain, found by how they go on.
+"""Earlier outputs, indexed for suffix lookup and visible only within their domain.
 
-A domain is what shares prefixes: one salt of one key's. Nothing is found across domains, neither tokens nor, by how
-fast a request is, that there were any.
-
-Memory is bounded. A domain has two halves; when the newer is full the older is forgotten. When all domains together
-have too much, the one that was used longest ago is.
+A domain is the scope of prefix sharing: one salt of one API key. Nothing is found across domains: neither tokens nor,
+through timing, the fact that there were any. Memory is bounded. A domain has two halves; when the newer is full, the
+older is dropped. When all domains together are too large, the least recently used is dropped.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from pagoda_worker.rows.order import Ids
 
 HALF_TOKENS = 2**15  # of one domain; a token takes some 150 bytes
 ALL_TOKENS = 2**19
-TEXT_TOKENS = 64  # that a text counts for besides its own
-_PLACE_BITS = 32  # of a place in its text; the rest is the text's number
+TEXT_TOKENS = 64  # cost of a text beyond its own tokens
+_PLACE_BITS = 32  # bits of a place within its text; the rest is the text's number
 
 
 class _Half:
-    """Growing texts, and where any three of their tokens ended last and before that."""
+    """Growing texts, and for each trigram where it last ended and where before that."""
 
     __slots__ = ("__weakref__", "_last", "_previous", "_texts", "size")
 
@@ -71,8 +69,8 @@ class _Half:
 
 @dataclass(slots=True)
 class Text:
-    """One row's outputs, in a half or, before any was taken, in none; its first `known` tokens are in or stay out. A
-    row that goes on does not keep what its domain forgets."""
+    """One row's outputs, stored in a half (None before any were taken); its first `known` tokens are stored or stay
+    out. The reference is weak, so a running row does not retain what its domain drops."""
 
     known: int
     half: ReferenceType[_Half] | None = None
@@ -80,7 +78,7 @@ class Text:
 
 
 class Outputs:
-    """Those of one domain."""
+    """The outputs of one domain."""
 
     __slots__ = ("_newer", "_older")
 
@@ -92,9 +90,9 @@ class Outputs:
         return self._newer.size + self._older.size
 
     def take(self, text: Text, tokens: Ids) -> Text:
-        """What `text` has not yet of its row's `tokens`; where to add more.
+        """Add the tokens of a row that `text` does not have yet; returns the text to extend next time.
 
-        A text begins with some tokens that come before: places are found by what precedes them.
+        A new text begins with some preceding tokens, because places are found by the tokens before them.
         """
         if self._newer.size >= HALF_TOKENS:
             self._newer, self._older = _Half(), self._newer
@@ -106,22 +104,22 @@ class Outputs:
         return text
 
     def matches(self, tail: Sequence[int], count: int) -> Iterator[tuple[int, list[int]]]:
-        """How many of `tail`, at most all, agree with what stood before places of earlier texts, and up to `count`
-        tokens that followed there, the most recent first."""
+        """Pairs of match length between `tail` and the tokens before an earlier place, and up to `count` tokens that
+        followed there, the most recent first."""
         yield from islice(
             chain.from_iterable(half.matches(tail, count) for half in (self._newer, self._older)), MAX_PLACES
         )
 
 
 class Domains:
-    """The outputs of all domains, as far as there is room."""
+    """The outputs of all domains, within the memory limit."""
 
     def __init__(self) -> None:
         self._outputs: OrderedDict[str, Outputs] = OrderedDict()
-        self._size = 0  # of all: there may be thousands, so nobody counts them at every step
+        self._size = 0  # of all; there may be thousands, so it is not summed at every step
 
     def of(self, domain: str) -> Outputs:
-        """To be read from now."""
+        """The domain's outputs; marks it as most recently used."""
         outputs = self._outputs.setdefault(domain, Outputs())
         self._outputs.move_to_end(domain)
         return outputs
@@ -135,7 +133,7 @@ class Domains:
         return text
 
     def trim(self) -> None:
-        """Forget what there is no room for; the domain used last stays."""
+        """Drop domains beyond the memory limit; the most recently used stays."""
         while self._size > ALL_TOKENS and len(self._outputs) > 1:
             self._size -= self._outputs.popitem(last=False)[1].size
 

@@ -1,4 +1,4 @@
-"""Sampling where the logits are: the ids feed the next step there, and come to the host behind the work."""
+"""Sampling on the logits' device: ids feed the next step there, and are copied to the host asynchronously."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ FAULTS = {NO_TOKEN: NOT_A_NUMBER, NONE_ALLOWED: NOTHING_ALLOWED}
 
 
 class Chosen(NamedTuple):
-    """What was chosen for R rows, on the device.
+    """The choices for R rows, on the device.
 
-    ids: [R] int64; below 0 there is none (see FAULTS).
-    logprobs: [P, 2 + 2 n] float64, a line for each of the P rows that want log-probabilities, in order: that of the
-        token, its rank, the ids of the n likeliest tokens, their log-probabilities. n is at least what each of these
-        rows wants, or V. None where nobody wants any.
+    Attributes:
+        ids: [R] int64; negative if there is none (see FAULTS).
+        logprobs: [P, 2 + 2 n] float64, a line for each of the P rows that want log-probabilities, in order: the token's
+            own, its rank, the ids of the n likeliest tokens, their log-probabilities. n is at least what each of these
+            rows wants, or V. None if no row wants any.
     """
 
     ids: torch.Tensor
@@ -32,25 +33,25 @@ class Chosen(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What the host has to learn, for `samples_of`."""
+        """What the host must fetch, for `samples_of`."""
         return (self.ids,) if self.logprobs is None else (self.ids, self.logprobs)
 
 
 class DeviceSampler(Protocol):
-    """Chooses the tokens that `sampler.sample` would, without the host."""
+    """Chooses the same tokens as `sampler.sample`, without the host."""
 
     def takes(self, rows: Sequence[Row]) -> bool:
         """Whether it can choose for all of these rows, in their present state."""
 
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> Chosen:
-        """For logits [R, V] float32, which may be overwritten, of R rows that it takes, on their device.
+        """Choose for logits [R, V] float32, which may be overwritten, of R rows that it takes, on their device.
 
-        Asks the device and does not wait for it. A row's output position is `row.num_outputs`.
+        Queues work on the device and does not wait for it. A row's output position is `row.num_outputs`.
         """
 
 
 class GreedySampler:
-    """The highest logit, ties to the lowest id, for rows that ask for no more than that."""
+    """The highest logit, ties to the lowest id, for rows that ask for nothing else."""
 
     def takes(self, rows: Sequence[Row]) -> bool:
         return all(_plain_greedy(row) for row in rows)
@@ -62,7 +63,7 @@ class GreedySampler:
 
 
 def greedy_sampler(*_: Any) -> GreedySampler:
-    """The `Ops.device_sampler` of back ends that have no other."""
+    """The `Ops.device_sampler` of back ends without one of their own."""
     return GreedySampler()
 
 
@@ -72,7 +73,7 @@ def _plain_greedy(row: Row) -> bool:
 
 
 def samples_of(rows: Sequence[Row], tensors: Sequence[torch.Tensor]) -> list[Sample | Fault]:
-    """What a sampler chose for these rows, from its `Chosen.tensors` on the host."""
+    """The samples of these rows, from the sampler's `Chosen.tensors` copied to the host."""
     ids, *tables = tensors
     lines = iter(tables[0].tolist() if tables else ())
     return [_sample_of(row, token, lines) for row, token in zip(rows, ids.tolist(), strict=True)]

@@ -14,9 +14,9 @@ from pagoda_worker.rows.order import Ids, Logits
 
 
 class RawLogprobs:
-    """The report on one row of raw logits: float32 log-probabilities, ranks by `order`.
+    """Log-probabilities of one row of raw logits in float32, with ranks by `order`.
 
-    Built before the logits are processed in place; `keep` copies them when that is about to happen.
+    Built before the logits are processed in place; `keep` copies them if that is about to happen.
     """
 
     def __init__(self, logits: Logits, top: float, num_top: int, *, keep: bool = False) -> None:
@@ -38,7 +38,7 @@ class RawLogprobs:
 
 
 def report(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
-    """On `tokens[i]` by row i of `logits` [R, V], up to the first row whose logits are not finite."""
+    """Log-probabilities of `tokens[i]` in row i of `logits` [R, V], up to the first row whose logits are not finite."""
     host: Logits = logits.cpu().numpy()
     reports: list[TopLogprobs] = []
     for values, top, token in zip(host, host.max(axis=-1).tolist(), tokens, strict=True):

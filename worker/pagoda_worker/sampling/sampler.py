@@ -1,14 +1,14 @@
 """A token is a function of (the row's logits, its parameters, its outputs so far, one uniform number).
 
-In order: what `Processing` says, then for a greedy row the highest logit; for a random row the weights
-exp(logit / temperature), min_p, top_k, top_p (over what these left, as in vLLM), and the inverse of the cumulative
-distribution at u = philox(seed, choice, output position). Tokens stand in the order of `order` throughout, so that the
-survivors of all three filters are its first tokens, and the token is the first whose cumulative weight exceeds u times
-the survivors'.
+First `Processing` is applied. A greedy row then takes the highest logit. A random row computes weights exp(logit /
+temperature), applies min_p, top_k, top_p (over what these left, as in vLLM), and inverts the cumulative distribution at
+u = philox(seed, choice, output position). Tokens are in the order of `order` throughout, so the survivors of all three
+filters are its first tokens, and the chosen token is the first whose cumulative weight exceeds u times the survivors'
+weight.
 
-Here rows are sampled one by one on the host, in float64 by numpy, so that a row's result cannot depend on its
-neighbours. Rows that ask for no processing cost one pass in search of the highest logit. This is what back ends sample
-with that have nothing faster, and the oracle of those that have.
+Here rows are sampled one by one on the host, in float64 by numpy, so a row's result cannot depend on its neighbours.
+Rows without processing cost one pass to find the highest logit. Back ends without a faster sampler use this one; for
+the others it is the oracle.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pagoda_worker.rows.penalties import Processing
 from pagoda_worker.sampling.logprobs import RawLogprobs
 from pagoda_worker.sampling.philox import uniform
 
-# How far below the best token to look, in temperatures, until the tokens seen hold the mass that is asked for. A look
-# costs a fiftieth of sorting the vocabulary, and a typical row sorts the few hundred tokens of the first or second.
+# How far below the best token to look, in temperatures, until the tokens seen hold the required mass. A look costs a
+# fiftieth of sorting the vocabulary, and a typical row sorts the few hundred tokens of the first or second look.
 LOOKS = (3.0, 6.0, 8.0, 9.0, 10.0, 11.0, 12.0, 14.0, 16.0, math.inf)
 SLACK = 1.0 + 1e-9  # the same mass summed in another order differs by less
 
 
 class RowState(Protocol):
-    """What sampling reads of a row for the one token that follows `outputs`. `rows.Row` says it of its next token."""
+    """What sampling reads of a row for the token that follows `outputs`. `rows.Row` provides it for its next token."""
 
     @property
     def params(self) -> SamplingParams: ...
@@ -49,15 +49,15 @@ class RowState(Protocol):
     def outputs(self) -> Ids: ...
     @property
     def num_outputs(self) -> int:
-        """How many `outputs` there are, which is the token's position in the random stream."""
+        """The number of `outputs`, which is the token's position in the random stream."""
 
     @property
     def processing(self) -> Processing | None:
-        """What changes the logits; its counts are those of prompt and `outputs`."""
+        """Changes to the logits; its counts are those of prompt and `outputs`."""
 
 
 class Sample(NamedTuple):
-    """The token chosen for a row, and its log-probability if the row asked."""
+    """The token chosen for a row, and its log-probability if the row asked for it."""
 
     token_id: int
     logprobs: TopLogprobs | None
@@ -81,7 +81,7 @@ def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Faul
 
     Args:
         logits: [R, V] float32, raw; overwritten.
-        rows: The R rows as they are before this token; the caller appends it.
+        rows: The R rows before this token; the caller appends it.
     """
     host: Logits = logits.cpu().numpy()
     best = host.argmax(axis=-1)  # the first of equals; a NaN counts as the highest
@@ -129,9 +129,9 @@ def draw_token(logits: Logits, top: float, params: SamplingParams, draw: float) 
 
 
 def _prefix(logits: Logits, top: float, weights: Weights, params: SamplingParams, total: float, draw: float) -> Ids:
-    """Unsorted tokens of a prefix of the order that holds the answer, with all of the last one's equals.
+    """Unsorted tokens of a prefix of the order that contains the answer, with all ties of its last token.
 
-    That is a prefix past the cut of some filter or, where there is no filter, past the draw.
+    The prefix extends past the cut of some filter or, without a filter, past the draw.
     """
     share = params.top_p if params.top_p < 1.0 else draw
     by_min_p = -math.log(params.min_p) * SLACK if params.min_p > 0.0 else math.inf
@@ -144,16 +144,16 @@ def _prefix(logits: Logits, top: float, weights: Weights, params: SamplingParams
 
 
 def _pick(ids: Ids, weights: Weights, total: float | None, params: SamplingParams, draw: float) -> int:
-    """Cut `ids`, a prefix of the order that holds the answer, to the survivors and invert their distribution.
+    """Cut `ids`, a prefix of the order that contains the answer, to the survivors and invert their distribution.
 
-    `total` is the mass that top_p is a share of; None means that of what min_p leaves of `ids`.
+    `total` is the mass that top_p is a share of; None means the mass that min_p leaves of `ids`.
     """
     count = int(np.count_nonzero(weights >= params.min_p)) if params.min_p > 0.0 else len(ids)
-    cumulative = np.cumsum(weights[:count])  # one chain from the best token: the same however long the prefix
+    cumulative = np.cumsum(weights[:count])  # one chain from the best token: the same for every prefix length
     survivors = total = float(cumulative[-1]) if total is None else total
     if params.top_p < 1.0:
         count = min(count, int(np.searchsorted(cumulative, params.top_p * total, side="left")) + 1)
         survivors = float(cumulative[count - 1])
     place = int(np.searchsorted(cumulative[:count], draw * survivors, side="right"))
-    last = int(np.searchsorted(cumulative[:count], cumulative[count - 1], side="left"))  # the last of any weight
+    last = int(np.searchsorted(cumulative[:count], cumulative[count - 1], side="left"))  # the last with non-zero weight
     return int(ids[min(place, last)])

@@ -1,1 +1,1 @@
-"""Guessing tokens ahead, and keeping only those that would have been chosen anyway."""
+"""Drafting tokens ahead, and keeping only those that would have been sampled anyway."""

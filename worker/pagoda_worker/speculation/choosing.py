@@ -1,4 +1,4 @@
-"""Which drafter a worker has, by its options and by what its kernels promise."""
+"""Which drafter a worker uses, given its options and the guarantees of its kernels."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pagoda_worker.speculation.suffixes import SuffixLookup
 
 
 def check_invariant(target: LoadedModel) -> None:
-    """Raises ValueError when a token's bits may depend on what is computed beside it: drafts might change tokens."""
+    """Raises ValueError if a token's bits may depend on the rest of the batch: drafts might then change tokens."""
     if not target.batch_invariant:
         raise ValueError("speculation needs kernels whose results do not depend on the batch; these may")
 
 
 def load_draft_model(config: WorkerConfig, target: LoadedModel, progress: Progress | None = None) -> LoadedModel | None:
-    """The draft model, if there is to be one.
+    """Load the draft model, if one is configured.
 
     Raises:
-        ValueError: it cannot be loaded, or does not go with the target; the message begins with `draft_model`.
+        ValueError: it cannot be loaded, or does not match the target; the message begins with `draft_model`.
     """
     if not config.draft_model:
         return None
@@ -41,7 +41,7 @@ def load_draft_model(config: WorkerConfig, target: LoadedModel, progress: Progre
 
 
 def make_drafter(config: WorkerConfig, target: LoadedModel, draft: LoadedModel | None, num_blocks: int) -> Drafter:
-    """The drafter that `config` names, and before it what grammars force, where drafts change no token; `draft` is what
+    """The drafter that `config` names, preceded by grammar-forced drafts where drafts change no token; `draft` is what
     `load_draft_model` returned."""
     named = _named(config, draft, num_blocks)
     return ForcedDrafts(named, config.max_rows) if target.batch_invariant else named

@@ -1,13 +1,13 @@
-"""Where drafts come from: a drafter is asked before every step, and told after it what became of its drafts.
+"""Where drafts come from: a drafter is asked before every step, and learns after it which drafts were accepted.
 
-    NoDrafts       nobody guesses
+    NoDrafts       no drafts
     PromptLookup   the row's own text, where it repeats itself
-    SuffixLookup   that, and what was said before in its domain (see `suffixes`)
+    SuffixLookup   that, and earlier outputs of its domain (see `suffixes`)
     DraftModel     a smaller model with the same vocabulary and a cache of its own under the same block ids
 
-and around them, in `forced`, what a row's grammar leaves no choice about.
+and around them, in `forced`, tokens that a row's grammar leaves no choice about.
 
-A drafter may guess anything, for a wrong guess costs time and no token (see `verification`).
+A drafter may propose anything: a wrong draft costs time and changes no token (see `verification`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ INDEXED_PER_SAMPLE = 64
 
 class Drafter(Protocol):
     def draft(self, work: Work) -> dict[int, Ids]:
-        """Guesses by row id, for chunks that allow them: at least one and at most `num_drafts` for a row."""
+        """Drafts by row id, for chunks that allow them: at least one and at most `num_drafts` for a row."""
 
     def learn(self, row: Row, num_drafted: int, num_accepted: int) -> int:
-        """The row has its new tokens and `num_computed`. How many drafts it would try with its next token."""
+        """The row has its new tokens and `num_computed`. Returns how many drafts it would try with its next token."""
 
     @property
     def reads_all(self) -> bool:
@@ -48,7 +48,7 @@ class Drafter(Protocol):
 
     @property
     def caches(self) -> Sequence[tuple[LoadedModel, Sequence[Cache]]]:
-        """Caches of its own under the block ids of the model's: their blocks are moved like those."""
+        """Its own caches under the model's block ids: their blocks are moved along with the model's."""
 
 
 class NoDrafts:
@@ -65,7 +65,7 @@ class NoDrafts:
 def indexed(
     work: Work, state_of: Callable[[Row], tuple[RowDrafts, NgramIndex]]
 ) -> Iterator[tuple[Row, Chunk, RowDrafts]]:
-    """Rows that may be guessed for, when what their indexes lack is added, of all as much as a step has time for."""
+    """Rows that may be drafted for, after extending their indexes by what one step has time for in total."""
     room = INDEXED_PER_STEP
     for row, chunk in work:
         if not row.params.use_beam_search:
@@ -75,9 +75,9 @@ def indexed(
 
 
 class PromptLookup:
-    """Indexes a prompt while it is computed; one that came from the prefix cache, over the steps that follow.
+    """Indexes a prompt while it is computed; one from the prefix cache, over the steps that follow.
 
-    A beam is another row in the next step: it has nothing to guess, and is not indexed.
+    A beam is a different row in the next step: it has nothing to draft from, and is not indexed.
     """
 
     caches = ()
@@ -114,9 +114,8 @@ class PromptLookup:
 
 
 class DraftModel:
-    """Guesses greedily. Rows that are to have no drafts are followed a block at a time: every block that is full in the
-    target's cache is full in this one, so a prefix hit or a swap holds for both, and a pause costs a pass per block.
-    """
+    """Drafts greedily. Rows without drafts are caught up a block at a time: every block that is full in the target's
+    cache is full in this one, so a prefix hit or a swap holds for both, and a pause costs a pass per block."""
 
     reads_all = True
 
@@ -149,9 +148,9 @@ class DraftModel:
     def _continue(
         self, rows: Mapping[int, tuple[Row, int]], counts: Mapping[int, int], guesses: dict[int, list[int]]
     ) -> None:
-        """Append to the first guess of each row until it has its count, all rows in one pass per guess."""
+        """Append to the first draft of each row until it has its count, all rows in one pass per draft."""
         while going := [row_id for row_id, tokens in guesses.items() if len(tokens) < counts[row_id]]:
-            # Known tokens end where the row's chunk does; the guess to compute stands behind those before it.
+            # Known tokens end where the row's chunk does; the draft to compute follows the drafts before it.
             part = [
                 (rows[row_id][0], Chunk(row_id, rows[row_id][1] + len(guesses[row_id]) - 1, 0, False))
                 for row_id in going
@@ -163,12 +162,12 @@ class DraftModel:
     def learn(self, row: Row, num_drafted: int, num_accepted: int) -> int:
         state = self._state(row)
         state.length.learn(num_drafted, num_accepted)
-        if num_drafted:  # the last guess was made and not computed
+        if num_drafted:  # the last draft was made and not computed
             state.num_computed = row.num_computed - (num_accepted == num_drafted)
         return state.length.now
 
     def _compute(self, part: Work, drafts: Mapping[int, Ids], asking: Sequence[int]) -> dict[int, int]:
-        """One pass; the most likely next token of the rows in `asking`, by place in `part`."""
+        """One pass; returns the most likely next token of the rows in `asking`, by place in `part`."""
         batch = build_batch(part, self._block_size, self._loaded.device, drafts)
         batch = replace(batch, slots=None, logit_slots=None)  # adapters are for the target alone
         hidden = self._loaded.model.forward(batch, self._kv)
@@ -186,7 +185,7 @@ class DraftModel:
 
 
 def _parts(behind: Sequence[tuple[Row, int, int]], max_tokens: int) -> Iterator[list[tuple[Row, Chunk]]]:
-    """Token ranges (row, start, end) as batches of at most `max_tokens`; the chunk that ends a range says `sample`."""
+    """Token ranges (row, start, end) in batches of at most `max_tokens`; only a range's last chunk has `sample` set."""
     part: list[tuple[Row, Chunk]] = []
     room = max_tokens
     for row, start, end in behind:

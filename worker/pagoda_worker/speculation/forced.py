@@ -1,8 +1,8 @@
-"""Where a grammar leaves no choice, what comes next is known, and need not be computed one by one.
+"""Where a grammar leaves no choice, the next tokens are known and need not be computed one by one.
 
-Such tokens travel as drafts: each is sampled in its place under the mask of that place, so the row's tokens are those
-that it would have without, and only the steps are fewer. Behind them, and wherever nothing is forced, whoever else
-guesses is heard, if the grammar admits the first token.
+Such tokens travel as drafts: each is sampled at its position under that position's mask, so the row gets the same
+tokens in fewer steps. After them, and wherever nothing is forced, the inner drafter's drafts are used, if the grammar
+admits the first token.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAX_FORCED = 64  # tokens of one row at once; the engine core grants fewer
 
 
 class ForcedDrafts:
-    """Around another drafter, which learns of its own guesses only. A step has logits for `max_logits` tokens at most,
-    forced ones among them."""
+    """Wraps another drafter, which learns of its own drafts only. A step has logits for at most `max_logits` tokens,
+    forced ones included."""
 
     def __init__(self, inner: Drafter, max_logits: int) -> None:
         self._inner = inner
         self._max_logits = max_logits
-        self._forced: set[int] = set()  # rows of this step whose drafts are not the inner one's
+        self._forced: set[int] = set()  # rows of this step whose drafts are not the inner drafter's
 
     @property
     def caches(self) -> Sequence[tuple[LoadedModel, Sequence[Cache]]]:
@@ -53,7 +53,7 @@ class ForcedDrafts:
         return {row_id: tokens for row_id, tokens in drafts.items() if len(tokens)}
 
     def _known(self, work: Work) -> dict[int, Ids]:
-        """What is forced, by the ids of rows with a grammar that may have drafts."""
+        """The forced tokens, by the ids of rows with a grammar that may have drafts."""
         known, room = dict[int, Ids](), self._max_logits - len(work)
         for row, chunk in work:
             if chunk.num_drafts and row.matcher is not None:
@@ -69,14 +69,14 @@ class ForcedDrafts:
 
 
 def _goes_on(row: Row, forced: Ids, guess: Ids) -> bool:
-    """Whether a guess begins with what is forced, or with something that may come next where nothing is."""
+    """Whether a draft begins with the forced tokens or, if there are none, with a token that may come next."""
     if len(forced):
         return np.array_equal(guess[: len(forced)], forced)
     return row.matcher is not None and row.matcher.may_begin(guess)
 
 
 def _left_over(chunk: Chunk, forced: Ids | None) -> Chunk:
-    """Where all drafts of a chunk are known, nobody is asked for them."""
+    """The chunk for the inner drafter, which is not asked for drafts if all of them are forced."""
     if forced is None or len(forced) < chunk.num_drafts:
         return chunk
     return msgspec.structs.replace(chunk, num_drafts=0)

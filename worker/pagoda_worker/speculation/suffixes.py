@@ -1,8 +1,8 @@
 """Drafts from what followed the same words before, in the row's own text and in earlier outputs of its domain.
 
-The places where the longest suffix of the text stood are the leaves below a node of a suffix trie; what followed there,
-and how often, is that node's branches. Nobody builds the trie: `rows.ngram` and `rows.texts` know the places, and only
-the one path that is asked for is walked, along the likeliest branch, as long as it is likely enough.
+The earlier places of the text's longest suffix are the leaves below a node of a suffix trie; what followed there, and
+how often, are that node's branches. The trie is never built: `rows.ngram` and `rows.texts` know the places, and only
+the requested path is walked, along the likeliest branch, while it is likely enough.
 
 After A. Oliaro et al., SuffixDecoding (arXiv 2411.04975).
 """
@@ -20,8 +20,8 @@ from pagoda_worker.rows.rows import Ids, Row
 from pagoda_worker.rows.texts import Domains, Outputs, Text
 from pagoda_worker.speculation.drafting import INDEXED_PER_SAMPLE, Work, indexed
 
-LIKELY = 0.3  # share of the places that a path still has
-LEAST_SURE = 7  # tokens that agree by chance; for each that does beyond, one is guessed however the last guesses went
+LIKELY = 0.3  # share of the places that a path must retain
+LEAST_SURE = 7  # tokens that match by chance; each one beyond allows one draft, whatever became of the last drafts
 
 
 class SuffixLookup:
@@ -56,7 +56,7 @@ class SuffixLookup:
         return len(state.guess)
 
     def _state(self, row: Row) -> tuple[RowDrafts, NgramIndex]:
-        """A row that was computed before, here or elsewhere, has only what it says from now on remembered."""
+        """Of a row that was computed before, here or elsewhere, only the tokens from now on are remembered."""
         if row.drafts is not None and row.drafts.index is not None:
             return row.drafts, row.drafts.index
         index = NgramIndex()
@@ -65,7 +65,7 @@ class SuffixLookup:
 
 
 def guessed(tokens: Ids, index: NgramIndex, outputs: Outputs | None, now: int, most: int) -> list[int]:
-    """What is likely to follow `tokens`; how many, the last guesses say (`now`), or how much agrees, up to `most`."""
+    """The likely continuation of `tokens`; recent drafts (`now`) or the match length set its length, up to `most`."""
     tail = tokens[-MAX_MATCH:].tolist()
     found = [(length, continuation(tokens, distance, most).tolist()) for length, distance in index.matches(tokens)]
     if outputs is not None and len(tail) >= SIZE:
@@ -76,8 +76,8 @@ def guessed(tokens: Ids, index: NgramIndex, outputs: Outputs | None, now: int, m
 
 
 def likely(places: Sequence[Sequence[int]], count: int) -> list[int]:
-    """Up to `count` tokens along the likeliest path through what followed at `places`; of two as likely, that which is
-    found first."""
+    """Up to `count` tokens along the likeliest path through what followed at `places`; the one found first wins
+    ties."""
     if len(places) == 1:
         return list(places[0][:count])
     path: list[int] = []

@@ -1,11 +1,11 @@
-"""A draft holds if it is the token that is sampled in its place; so speculation changes the number of steps, and no
-token.
+"""A draft is accepted if it equals the token sampled at its position; so speculation changes the number of steps, and
+no token.
 
-The target computes a row's last token and its drafts in one pass. Each position's logits are, bit for bit, what they
-would be had the tokens before it been sampled one by one, because kernels do not care how tokens are cut into chunks.
-Positions are sampled in order, from the row with all tokens before the position appended: penalties, min_tokens and the
-random stream see what they would have seen. The first token that is not the draft is still right; what follows it is
-not looked at.
+The target computes a row's last token and its drafts in one pass. Kernels do not care how tokens are split into chunks,
+so each position's logits are bit for bit those of sampling the tokens before it one by one. Positions are sampled in
+order, from the row with all tokens before the position appended, so penalties, min_tokens and the random stream see
+what they would see without drafts. The first token that differs from its draft is still right; later positions are
+ignored.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Sampler = Callable[[torch.Tensor, Sequence[Row]], list[Sample | Fault]]
 def sample_drafted(
     sample: Sampler, logits: torch.Tensor, rows: Sequence[Row], drafts: Mapping[int, Ids]
 ) -> dict[int, list[Sample] | Fault]:
-    """Sample rows, each until a draft fails, and append the tokens to them; by row id.
+    """Sample each row until a draft fails, and append the tokens to it; returned by row id.
 
     A fault after the first position is left for the step that gets there: the row may end before.
 
     Args:
         sample: See `Ops.sample`.
-        logits: [R, V] float32, raw, 1 + the number of its drafts for each row in order; overwritten.
+        logits: [R, V] float32, raw; for each row in order, 1 + its number of drafts; overwritten.
         rows: The rows that sample.
-        drafts: Guesses by row id.
+        drafts: By row id.
     """
     done: dict[int, list[Sample] | Fault] = {}
     going: list[tuple[Row, int, list[int]]] = []
