@@ -1,7 +1,8 @@
-// Tiles of the matrix unit: C[rows][32] += A[rows][K] * B, 32 rows at a time, from the same panels as everywhere.
+// The micro-kernel for the matrix unit (AMX): C[rows][32] += A[rows][K] * B, 32 rows at a time, from the same panels as
+// elsewhere.
 //
-// Each output has a chain of its own here too: pair rows go into it sixteen by sixteen, in index order. How many other rows
-// are in a tile, and whether there are any, changes nothing.
+// Here too each output has its own accumulation chain: pair rows are added sixteen at a time, in index order. The result
+// does not depend on how many other rows a tile has.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -13,14 +14,14 @@ namespace PAGODA_NS {
 
 constexpr int TILE_ROWS = 16;
 constexpr int TILE_BLOCK = 2 * TILE_ROWS;  // rows at a time
-constexpr int TILE_WORDS = 16;             // of four bytes in a row of a tile; also words of K in one product
-constexpr int PANEL_STRIDE = 128;          // bytes between words of K, of which a panel has 32 side by side
+constexpr int TILE_WORDS = 16;             // four-byte words in a row of a tile; also words of K in one product
+constexpr int PANEL_STRIDE = 128;          // bytes between words of K; a panel has 32 columns side by side
 
-// Tiles 0 and 1 are sums of the upper rows and the panel's two halves, 2 and 3 of the lower rows; 4 and 5 are rows, 6 and 7
-// the panel. They are given back at the end: while they are in use the system saves them with every switch.
+// Tiles 0 and 1 hold the sums of the upper rows for the panel's two halves, 2 and 3 those of the lower rows; 4 and 5 hold
+// rows, 6 and 7 the panel. The destructor releases them: while in use, the system saves them at every context switch.
 class Tiles {
  public:
-  // For so many rows in all. Of more than sixteen those of a tile are always sixteen, of which the last may be nobody's.
+  // For `rows` rows in all. With more than sixteen, every tile has sixteen rows, the last of which may be unused.
   explicit Tiles(int rows) {
     Shape shape = {};
     shape.palette = 1;
@@ -29,7 +30,7 @@ class Tiles {
       shape.rows[t] = (uint8_t)(t < 6 ? height : TILE_ROWS);
       shape.row_bytes[t] = 4 * TILE_WORDS;
     }
-    asm volatile("" : : "r"(&shape) : "memory");  // all of it is read, which the next line does not tell every compiler
+    asm volatile("" : : "r"(&shape) : "memory");  // not every compiler knows that the next line reads all of it
     _tile_loadconfig(&shape);
   }
   Tiles(const Tiles&) = delete;
@@ -43,10 +44,10 @@ class Tiles {
   };
 };
 
-// What the tiles read later, `step` bytes for each product: of a single block of rows the same panel, from memory into the
-// second cache and, when it is near, into the nearest; of several the next panel, into a cache that has room for both.
+// Prefetches `step` bytes with each product. For a single block of rows: the same panel, from memory into the second-level
+// cache and, closer to use, into the first. For several blocks: the next panel, into a cache that has room for both.
 struct TileAhead {
-  static constexpr int FAR = 16384, NEAR = 4096;  // bytes between what is multiplied and what is fetched
+  static constexpr int FAR = 16384, NEAR = 4096;  // prefetch distances in bytes
   const char* at;
   size_t step;
   bool single;
@@ -63,32 +64,32 @@ struct TileAhead {
       if (single) prefetch(at - FAR + NEAR);
     }
   }
-  // Past what of the same panel is no product.
+  // Skips bytes of the same panel that belong to no product.
   PAGODA_INLINE_MEMBER void skip(size_t bytes) {
     if (single) at += bytes;
   }
 };
 
-// Where the rows of tiles are: of the upper one at `at`, `stride` bytes apart; of the lower one so much further; and those of
-// the next product a step on.
+// Where the rows of tiles are: the upper tile's at `at`, `stride` bytes apart; the lower tile's `lower` bytes further; those
+// of the next product `step` bytes further.
 struct TileRows {
   const char* at;
   size_t stride, lower, step;
 };
 
-// Of pairs of bf16, or of bytes: signed ones of rows with unsigned or signed ones of the panel. A macro, as the compiler's own
-// wants numbers of tiles literally.
+// Products of pairs of bf16, or of bytes: signed in rows, and unsigned or signed in the panel. A macro, because the
+// intrinsics need tile numbers as literals.
 enum class TileProduct { PAIRS, BYTES, SIGNED };
 #define PAGODA_TILE_PRODUCT(kind, c, a, b)                                \
   if constexpr (kind == TileProduct::PAIRS) _tile_dpbf16ps(c, a, b);      \
   else if constexpr (kind == TileProduct::BYTES) _tile_dpbsud(c, a, b);   \
   else _tile_dpbssd(c, a, b)
 
-// Sums that tiles still hold, and where they belong: each is stored when its tile is about to begin anew, between products
-// that do not wait for it. To store all at the end would take as long as a product of the four.
+// Sums still held in tiles, and where to store them. Each is stored just before its tile is reused, between products that do
+// not wait for the store. Storing all four at the end would take as long as a product of all four.
 class Unstored {
  public:
-  // Whoever reads them needs this before; who reads beside the products that follow does not.
+  // Must be called before the sums are read, unless they are read only alongside the products that follow.
   PAGODA_INLINE_MEMBER void store() {
     if (at_ == nullptr) return;
     _tile_stored(0, at_, PANEL_STRIDE);
@@ -99,7 +100,8 @@ class Unstored {
     }
     at_ = nullptr;
   }
-  // The tiles are for sums at `to`, LOWER ones, too, from now on. Returns where those belong that they hold.
+  // From now on the tiles hold the sums at `to`, with LOWER those of the lower rows too. Returns where their current sums
+  // belong.
   template <bool LOWER>
   PAGODA_INLINE_MEMBER char* next(char* to) {
     if (lower_ != LOWER) store();
@@ -112,7 +114,7 @@ class Unstored {
   bool lower_ = false;
 };
 
-// A tile of sums at `to` begins, and what it held is stored to `before`, unless it goes on with these.
+// Starts a tile of sums at `to` and stores what it held to `before`, unless it continues with the same sums.
 #define PAGODA_TILE_BEGIN(t, offset)                                                \
   if (!goes_on) {                                                                   \
     if (before) _tile_stored(t, before + (offset), PANEL_STRIDE);                   \
@@ -120,14 +122,14 @@ class Unstored {
     else _tile_loadd(t, to + (offset), PANEL_STRIDE);                               \
   }
 
-// sums [rows][32] = so many products of sixteen words, at least one, or what they were and these; with LOWER of more than
+// sums [rows][32] = (with BEGIN) or += `products` products of sixteen words each, at least one; LOWER: there are more than
 // sixteen rows.
-// Rows pass by, and leave the nearest cache to the panel. beside() is called with every product: the matrix unit and the
-// others work at the same time on what lies that near.
+// Rows are streamed, leaving the first-level cache to the panel. beside() is called with every product: vector units work in
+// parallel with the matrix unit.
 template <TileProduct KIND, bool LOWER, bool BEGIN, typename BESIDE>
 static void tile_sums(TileRows a, const char* panel, int products, TileAhead& ahead, void* sums, Unstored& unstored,
                       BESIDE& beside) {
-  asm volatile("" ::: "memory");  // what was written before is read: loads of tiles do not say so to the compiler
+  asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read what was written before
   constexpr int HALF = PANEL_STRIDE / 2, BELOW = TILE_ROWS * PANEL_STRIDE;
   char* const to = (char*)sums;
   char* const before = unstored.next<LOWER>(to);
@@ -166,8 +168,8 @@ PAGODA_INLINE void tile_sums(int rows, bool begin, const TileRows& a, const void
   }
 }
 
-// Rows as tiles read them one after the other: of sixteen rows a product's 64 bytes each, then the next product's. So they are
-// one stream, and no two rows meet in a set of a cache because of how long rows are.
+// Rows in the order in which tiles read them: 64 bytes of each of sixteen rows for one product, then for the next. So they
+// form one stream, and the row length cannot make rows collide in a cache set.
 struct TileOrder {
   size_t row_bytes;  // a multiple of 64
 

@@ -1,6 +1,6 @@
-// y = x W^T with an epilogue on the registers.
+// y = x W^T with a fused epilogue.
 //
-// Weights are packed once into panels of 32 columns, [N/32][K/2][32] pairs, so that a panel is one forward stream of memory.
+// Weights are packed once into panels of 32 columns, [N/32][K/2][32] pairs, so that a panel is one sequential stream.
 #pragma once
 
 #include "amx.h"
@@ -14,13 +14,13 @@
 namespace PAGODA_NS {
 
 constexpr size_t PANEL_ROW = 4 * PANEL;  // bytes
-// Bytes between what is multiplied and what is fetched; may reach past the end. Where groups take turns, it is all of a turn.
+// Prefetch distance in bytes; may reach past the end. Where groups take turns, it spans a whole turn.
 constexpr int FETCH_AHEAD = groups_of(MAX_ROWS, 2) == 2 ? 8192 : 16384;
-constexpr int LATER_AHEAD = 4096;  // where it waits in the second cache, which is quickly reached
+constexpr int LATER_AHEAD = 4096;  // for prefetches into the second-level cache, which is quickly reached
 
 // w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
 static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out) {
-  // A cache line of each row at a time, so that what is written to stays in the first cache until it is full.
+  // One cache line of each row at a time, so that the output stays in the first-level cache until it is complete.
   for (int begin = 0; begin < k / 2; begin += 16)
     for (int c = 0; c < PANEL; ++c) {
       int column = panel * PANEL + c, end = begin + 16 < k / 2 ? begin + 16 : k / 2;
@@ -59,18 +59,18 @@ PAGODA_INLINE f16 activated(f16 x, int activation) {
     case SILU: return silu(x);
     case GELU_TANH: return gelu_tanh(x);
     case GELU: return gelu(x);
-    default: return max(zero(), x);  // RELU; in this order NaN stays
+    default: return max(zero(), x);  // RELU; this order of operands propagates NaN
   }
 }
 
-// What experts of some families make of gate and up; NaN stays.
+// The gated activation of experts in some model families; propagates NaN.
 PAGODA_INLINE f16 clamped(f16 gate, f16 up) {
   gate = min(set1(CLAMP), gate);
   up = max(set1(-CLAMP), min(set1(CLAMP), up));
   return rounded(gate / (set1(1.0f) + exp(set1(-CLAMPED_GAIN) * gate))) * (up + set1(1.0f));
 }
 
-// Where a row of y begins, in numbers, if its rows have so many.
+// Offset of a row of y, in elements, if its rows have `width` of them.
 PAGODA_INLINE size_t row_begin(const LinearOp& op, size_t row, int width) { return row * (size_t)(op.y_stride ? op.y_stride : width); }
 
 PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const LinearOp& op) {
@@ -111,13 +111,13 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const Line
   store_some(out + 16, c1, n - column - 16);
 }
 
-// The rows of a tile through the epilogue. The accumulators are handed over in memory, once: there is one copy of the
-// epilogue then, and no address of an accumulator is taken, which would keep it out of its register.
+// Runs the epilogue on the rows of a tile. The accumulators are passed in memory, once: so there is only one copy of the
+// epilogue, and no accumulator has its address taken, which would force it out of its register.
 static __attribute__((noinline)) void finish_rows(float* tile, int rows, int first, int column, const LinearOp& op) {
   if (op.slots) expand(tile, rows, first, column, op);
   for (int r = 0; r < rows; ++r, tile += PANEL) finish_row(load(tile), load(tile + 16), (size_t)(first + r), column, op);
 }
-// Calls f(count, from) for tiles of at most MOST rows that make up [first, last); the count is a constant.
+// Calls f(count, from) for tiles of at most MOST rows that cover [first, last); `count` is a compile-time constant.
 template <int MOST = MAX_ROWS, typename F>
 PAGODA_INLINE void in_tiles(int first, int last, F&& f) {
   int rows = last - first;
@@ -130,9 +130,9 @@ PAGODA_INLINE void in_tiles(int first, int last, F&& f) {
 
 enum class Fetch : uint8_t { NOTHING, NEAR, LATER, PAST };  // as an int in Ahead, it makes gcc spill sums at AVX2
 
-// What to fetch while rows pass a panel: for a single tile the same panel, a little ahead, which then need not stay in any
-// cache; for several tiles, which find the panel in a near one, the next panel, a share by each. A step is for a row of the
-// panel, in each of the turns of a tile.
+// What to prefetch while rows pass a panel. A single tile fetches the same panel, a little ahead; that data need not stay in
+// any cache. Several tiles find the panel in a near cache, and each fetches a share of the next panel. A step covers one row
+// of the panel, in each turn of a tile.
 struct Ahead {
   const char* at;
   size_t step, half;
@@ -167,14 +167,14 @@ struct Ahead {
     }
     at += step;
   }
-  // Past what of the same panel is no row.
+  // Skips bytes of the same panel that are not rows.
   PAGODA_INLINE_MEMBER void skip(size_t bytes) {
     if (single) at += bytes;
   }
 };
 
-// Adds what ROWS rows make with so many pair rows of GROUPS groups to `sums` [ROWS][PANEL]. A function of its own, and one
-// for each way to fetch, so that it has all registers for itself.
+// Adds the products of ROWS rows and `num_pairs` pair rows of GROUPS groups to `sums` [ROWS][PANEL]. Not inlined, and
+// instantiated for each way to prefetch, so that it has all registers to itself.
 template <typename NUMBERS, int ROWS, int GROUPS, Fetch FETCH>
 static __attribute__((noinline)) void add_pairs(Rows<ROWS> x, const uint32_t* panel, int num_pairs, Ahead& ahead_,
                                                 typename NUMBERS::Value* sums) {
@@ -193,7 +193,7 @@ static __attribute__((noinline)) void add_pairs(Rows<ROWS> x, const uint32_t* pa
   ahead_ = ahead;
 }
 
-// The same with both groups of a panel, at once if registers hold them for so many rows.
+// The same for both groups of a panel, at once if the registers suffice for this many rows.
 template <typename NUMBERS, int ROWS, Fetch FETCH>
 PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, Ahead& ahead, typename NUMBERS::Value* sums) {
   constexpr int GROUPS = groups_of(ROWS, 2);
@@ -201,7 +201,7 @@ PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, 
   if constexpr (GROUPS == 1) add_pairs<NUMBERS, ROWS, 1, FETCH>(x, panel + 16, num_pairs, ahead, sums + 16);
 }
 
-// And fetches as is said.
+// The same, prefetching as `ahead.how` says.
 template <typename NUMBERS, int ROWS>
 PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, Ahead& ahead, typename NUMBERS::Value* sums) {
   if (ahead.how == Fetch::PAST) add_both<NUMBERS, ROWS, Fetch::PAST>(x, panel, num_pairs, ahead, sums);
@@ -209,22 +209,22 @@ PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, 
   else add_both<NUMBERS, ROWS, Fetch::NEAR>(x, panel, num_pairs, ahead, sums);
 }
 
-// Where registers do not hold both groups of a panel for a full tile, groups and tiles take turns, so many pair rows at a
-// time: these stay in the nearest cache until all rows have met them.
+// Where the registers do not hold both groups of a panel for a full tile, groups and tiles take turns of TURN pair rows,
+// which stay in the first-level cache until all rows have been multiplied by them.
 constexpr int TURN = groups_of(MAX_ROWS, 2) == 2 ? 1 << 30 : 128;
 constexpr int BLOCK = 256;  // rows of a block at most
 
 #ifdef __AMX_BF16__
-constexpr int TILE_CHUNK = 12;   // products: so much of a panel stays in the nearest cache while all rows of a block meet it
-constexpr int WHOLE_CHUNK = 16;  // as many do, if they are all there are
+constexpr int TILE_CHUNK = 12;   // products of a panel that stay in the first-level cache while all rows of a block use them
+constexpr int WHOLE_CHUNK = 16;  // the same if the panel has no more
 
-// Calls f(rows, from) for what the tiles take of [first, last) at a time.
+// Calls f(rows, from) for each part of [first, last) that the tiles take at a time.
 template <typename F>
 PAGODA_INLINE void in_tile_blocks(int first, int last, F&& f) {
   for (int from = first; from < last; from += TILE_BLOCK) f(last - from < TILE_BLOCK ? last - from : TILE_BLOCK, from);
 }
 
-// Adds what is left of a segment, less than the words of one product.
+// Adds the remainder of a segment, shorter than one product.
 static void add_rest(const LeftRows& x, int from, int rows, int at, int num_pairs, const uint32_t* panel, float* sums) {
   Ahead nothing(panel, 0, rows);
   in_tiles(0, rows, [&](auto count, int row) {
@@ -234,9 +234,9 @@ static void add_rest(const LeftRows& x, int from, int rows, int at, int num_pair
   });
 }
 
-// The last of a panel: rows whose sums are whole go through the epilogue, a few with every product of the rows after them.
-// What that writes is a line of each row of y, far from each other. The lines are fetched with the products before, a few at
-// a time as well: more than the hardware can wait for at once would hold up everything.
+// The end of a panel: rows whose sums are complete go through the epilogue, a few of them with every product of later rows.
+// The epilogue writes one cache line of each row of y, far apart. These lines are prefetched with earlier products, also a
+// few at a time: more than the hardware can have in flight would stall everything.
 class Finishing {
  public:
   Finishing(const LinearOp& op, int column) : op_(op), column_(column) {
@@ -244,11 +244,12 @@ class Finishing {
     line_bytes_ = size * row_begin(op, 1, op.n / (int)shrunk);
     y_ = (char*)op.y + size * (size_t)column / shrunk;
   }
-  // Each call of `some` is to fetch one of so many parts of the lines of these rows.
+  // From now on, each call of `some` prefetches one of `parts` parts of the lines of these rows.
   PAGODA_INLINE_MEMBER void expect(int rows, int first, int parts) {
     line_ = y_ + (size_t)first * line_bytes_, lines_ = rows, lines_part_ = (rows + parts - 1) / parts;
   }
-  // And to finish one of so many parts of these, whose sums are `sums`: as many rows as adapters are quick with.
+  // From now on, each call also finishes one of `parts` parts of these rows, whose sums are `sums`. Parts are rounded up to
+  // the number of tokens that adapters handle at once.
   PAGODA_INLINE_MEMBER void start(float* sums, int rows, int first, int parts) {
     rest();
     sums_ = sums, rows_ = rows, first_ = first;
@@ -280,7 +281,7 @@ PAGODA_INLINE void linear_take(LeftRows& rows, const uint16_t* x, int first, int
   rows.take_tiles(x, first, last, op.k, op.segments, op.x_stride, use);
 }
 
-// Rows [first, last), a block, through one panel.
+// A block of rows [first, last) through one panel.
 static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
   SegmentSums<BLOCK> sums;
   const int num_pairs = op.k / 2, segment_pairs = num_pairs / op.segments, products = segment_pairs / TILE_WORDS;
@@ -325,7 +326,7 @@ PAGODA_INLINE void linear_take(LeftRows& rows, const uint16_t* x, int first, int
   rows.take(x, first, last, op.k, op.x_stride, use);
 }
 
-// Rows [first, last), a block, through one panel.
+// A block of rows [first, last) through one panel.
 static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
   SegmentSums<BLOCK> sums;
   const int num_pairs = op.k / 2, segment_pairs = num_pairs / op.segments;

@@ -1,9 +1,9 @@
 // Threads that compute one step together and sleep between steps.
 //
-// The caller is thread 0, and on its own core for the length of a step: two threads on one core would spin in each
-// other's way. Within a step threads meet at a barrier after every operation; a waiting thread spins for a
+// The caller is thread 0 and is pinned to its own core for the duration of a step, because two threads on one core would
+// spin against each other. Within a step, threads meet at a barrier after every operation; a waiting thread spins for a
 // short while, because the others are about to arrive, and then sleeps on a futex, because the machine may be busy with
-// something else. Nothing of this spins once the step is over.
+// something else. Between steps no thread spins.
 #pragma once
 
 #include <linux/futex.h>
@@ -36,10 +36,10 @@ class Pool {
   }
 
   int size() const { return size_; }
-  // How often all threads have met.
+  // Number of completed barriers.
   uint32_t meetings() const { return round_.load(std::memory_order_relaxed); }
 
-  // body(thread) on every thread; returns when all are done. One call at a time, unless the pool is its caller alone.
+  // Runs body(thread) on every thread; returns when all are done. One call at a time, unless the pool has only one thread.
   template <typename F>
   void run(F& body) {
     if (size_ == 1) return body(0);
@@ -61,7 +61,7 @@ class Pool {
     uint32_t round = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       arrived_.store(0, std::memory_order_relaxed);
-      round_.fetch_add(1, std::memory_order_seq_cst);  // either we see that one sleeps or it sees the new round, see `wait`
+      round_.fetch_add(1, std::memory_order_seq_cst);  // either we see the sleeper or it sees the new round, see `wait`
       if (sleepers_.load(std::memory_order_seq_cst) != 0) wake(round_);
       return;
     }
@@ -93,7 +93,7 @@ class Pool {
 #endif
   }
 
-  // Until word != old.
+  // Waits until word != old.
   void wait(std::atomic<uint32_t>& word, uint32_t old, bool spin) {
     long deadline = spin ? now_ns() + SPIN_NS : 0;
     while (spin) {

@@ -1,18 +1,19 @@
-// The micro-kernel of vector units (`amx.h` has that of the matrix unit): C[ROWS][GROUPS x 16] += A[ROWS][K] * B, where B lies in panels of 16 columns with K in pairs.
+// The micro-kernel for vector units: C[ROWS][GROUPS x 16] += A[ROWS][K] * B, where B is stored in panels of 16 columns with
+// K in pairs. `amx.h` has the micro-kernel for the matrix unit.
 //
-// There is a single accumulation chain over all of K per output, in index order (where a layer has segments, K is one of
-// them). That is why a row's bits depend neither on how many rows are in the tile nor on which thread computes it. The
-// same code multiplies activations with weights, queries with keys, and probabilities with values. How two numbers are
-// multiplied is said by NUMBERS; see Bf16 in simd.h.
+// Each output has a single accumulation chain over all of K, in index order (in a layer with segments, over one segment).
+// That is why a row's bits depend neither on how many rows are in the tile nor on which thread computes it. The same code
+// multiplies activations by weights, queries by keys, and probabilities by values. NUMBERS defines how two numbers are
+// multiplied; see Bf16 in simd.h.
 #pragma once
 
 #include "simd.h"
 
 namespace PAGODA_NS {
 
-// Pointers into ROWS rows that lie `stride` bytes apart: STRIDE if that is known, when one will do for all. Else rows are
-// reached in threes from one pointer, by what a memory operand can add to it, because a pointer for each would not fit into
-// the registers.
+// Pointers into ROWS rows that are `stride` bytes apart. If the stride is a compile-time constant (STRIDE), one pointer
+// serves all rows. Otherwise one pointer serves three rows, using the scaled index of a memory operand, because there are
+// not enough registers for a pointer per row.
 template <int ROWS, int STRIDE = 0>
 struct Rows {
   static constexpr int SHARE = STRIDE ? ROWS : 3, POINTERS = (ROWS + SHARE - 1) / SHARE;
@@ -38,9 +39,9 @@ struct Rows {
   }
 };
 
-// b[g] points at the first pair row of group g; the next pair row is `stride` words on. fetch(k) is called along the way, for
-// what is read later: a few lines at a time, because more than the hardware can wait for at once would hold up the arithmetic;
-// by itself it falls behind as soon as there are a few rows to multiply.
+// b[g] points at the first pair row of group g; the next pair row is `stride` words further on. fetch(k), called in every
+// iteration, prefetches a few lines of later data: more than the hardware can have in flight would stall the arithmetic,
+// and the hardware prefetcher alone falls behind as soon as there are a few rows to multiply.
 template <typename NUMBERS, int ROWS, int GROUPS, typename ROWS_OF_A, typename FETCH>
 PAGODA_INLINE void tile(ROWS_OF_A a, const uint32_t* const* b, size_t stride, int num_pairs,
                         typename NUMBERS::Sum (&acc)[ROWS][GROUPS], FETCH&& fetch) {
@@ -61,7 +62,7 @@ PAGODA_INLINE void tile(ROWS_OF_A a, const uint32_t* const* b, size_t stride, in
   }
 }
 
-// Groups of a tile of so many rows, if there are `most`.
+// Groups that a tile of `rows` rows computes at once, out of `most`: as many as the accumulators allow.
 constexpr int groups_of(int rows, int most) { return most > 1 && rows * most > ACCUMULATORS ? groups_of(rows, most / 2) : most; }
 
 // Calls f.template operator()<N>() for the N that equals n, 1 <= n <= MAX.
