@@ -1,1 +1,1 @@
-"""What is asked by file: files, the batches made of them, and the work that answers their lines."""
+"""The batch API: files, the batches made from them, and the work that answers their lines."""

@@ -1,6 +1,6 @@
-"""What is known of a batch, and the only ways in which it may change. Pure: whoever calls says what time it is.
+"""The state of a batch, and the only transitions it may make. Pure: the caller passes the time.
 
-A change that comes too late changes nothing: who asked for it had not seen how far others are.
+A transition that comes too late changes nothing: its caller had not seen that others have moved the batch on.
 
 validating ─▶ in_progress ─▶ finalizing ─▶ completed
     │              │             ├───────▶ expired
@@ -54,8 +54,8 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Times in Unix seconds. `model` is the served name, "" until the input was read; `ending` what becomes of it once
-    its files are written. The files' ids are known from the start, so that whoever writes them writes the same ones.
+    """Times are in Unix seconds. `model` is the served name, "" until the input has been read; `ending` is its status
+    once its files are written. The files' ids are fixed from the start, so that every gateway writes the same ones.
     """
 
     id: str
@@ -102,7 +102,7 @@ def new_batch(
 
 
 def begun(batch: Batch, model: str, total: int, now: float) -> Batch:
-    """Its input is sound. One that is being cancelled meanwhile stays so."""
+    """Its input is valid. A batch that is being cancelled stays in that status."""
     if batch.status not in ANSWERING or batch.in_progress_at is not None:
         return batch
     status = Status.IN_PROGRESS if batch.status is Status.VALIDATING else batch.status
@@ -110,14 +110,14 @@ def begun(batch: Batch, model: str, total: int, now: float) -> Batch:
 
 
 def refused(batch: Batch, faults: Sequence[Fault], now: float) -> Batch:
-    """Its input is not sound; nothing of it was answered."""
+    """Its input is invalid; no line was answered."""
     if batch.status not in ANSWERING or batch.in_progress_at is not None:
         return batch
     return _with(batch, status=Status.FAILED, faults=tuple(faults), ended_at=int(now))
 
 
 def cancelling(batch: Batch, now: float) -> Batch:
-    """Raises PagodaError where it is too late."""
+    """Raises PagodaError if it is too late."""
     if batch.status not in ANSWERING:
         why = f"a batch that is {batch.status} cannot be cancelled"
         raise PagodaError(ErrorCode.INVALID_ARGUMENT, why, "batch_id")
@@ -127,12 +127,12 @@ def cancelling(batch: Batch, now: float) -> Batch:
 
 
 def counted(batch: Batch, counts: Counts) -> Batch:
-    """So far."""
+    """Update the counts so far."""
     return _with(batch, counts=counts) if batch.status in ANSWERING else batch
 
 
 def finalizing(batch: Batch, ending: Status, counts: Counts, now: float, faults: Sequence[Fault] = ()) -> Batch:
-    """No more lines are answered; its files are written now."""
+    """No more lines will be answered; its files are about to be written."""
     if batch.status not in ANSWERING:
         return batch
     return _with(
@@ -141,7 +141,7 @@ def finalizing(batch: Batch, ending: Status, counts: Counts, now: float, faults:
 
 
 def ended(batch: Batch, now: float) -> Batch:
-    """Its files are there."""
+    """Its files are written."""
     if batch.status is not Status.FINALIZING or batch.ending is None:
         return batch
     return _with(batch, status=batch.ending, ended_at=int(now))

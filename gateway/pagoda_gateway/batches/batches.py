@@ -1,6 +1,6 @@
-"""Batches as they are kept: a record of the tenant's, and one of the work that is left, which is nobody's.
+"""Stored batches: a record owned by the tenant, and a record of open work, which has no owner.
 
-A change is made to what is there, again if somebody else changed it meanwhile, so that none is lost.
+A change applies to the stored record and is retried if another writer changed that meanwhile, so no change is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_OPEN_OF_ONE = MAX_OPEN // 2
 
 
 class Work(NamedTuple):
-    """A batch that has not ended. `model` is "" until its input was read."""
+    """A batch that has not ended. `model` is "" until its input has been read."""
 
     batch_id: str
     owner: str
@@ -40,7 +40,7 @@ class BatchPage(NamedTuple):
 
 
 class Batches:
-    """`changed` is set when there is something new to do, for who does it here. `clock`: Unix seconds."""
+    """`changed` wakes the runner in this process when there is new work. `clock` returns Unix seconds."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self.store = store
@@ -48,7 +48,7 @@ class Batches:
         self.changed = asyncio.Event()
 
     async def add(self, owner: str, batch: Batch) -> None:
-        """Raises PagodaError where too many are open: OVERLOADED, RATE_LIMITED where they are this owner's."""
+        """Raises PagodaError if too many are open: OVERLOADED, or RATE_LIMITED if they are this owner's."""
         records = [record async for record in self._open_records()]
         if len(records) >= MAX_OPEN:
             message = f"{MAX_OPEN} batches are open here; try again when some have ended"
@@ -56,7 +56,7 @@ class Batches:
         if sum(work.owner == owner for work in _works(records)) >= MAX_OPEN_OF_ONE:
             message = f"{MAX_OPEN_OF_ONE} batches of yours are open; try again when some have ended"
             raise PagodaError(ErrorCode.RATE_LIMITED, message, retry_after_s=60.0)
-        # What is open is looked for, so it is there first; the claim keeps those away who would find no batch yet.
+        # Runners look for open work, so that record is written first; the claim keeps them away until the batch exists.
         await self.store.claim(claim_of(batch.id), batch.id, times.BATCH_LEASE_S)
         await self._put_work(owner, batch)
         await self.store.put(BATCHES, batch.id, _written(batch), owner=owner, expect=ABSENT)
@@ -68,11 +68,11 @@ class Batches:
         await self.store.put(OPEN, batch.id, msgspec.json.encode(work))
 
     async def open(self) -> list[Work]:
-        """The oldest first; what cannot be read is passed over."""
+        """Open work, the oldest first; records that cannot be read are skipped."""
         return _works([record async for record in self._open_records()])
 
     async def _open_records(self) -> AsyncIterator[Record]:
-        """All of them: one that cannot be read hides no other, and counts."""
+        """All records, including those that cannot be read, which count too."""
         after = None
         while True:
             page = await self.store.page(OPEN, "", limit=MAX_PAGE_RECORDS, after=after, newest_first=False)
@@ -87,7 +87,7 @@ class Batches:
         return _read(await self._record(owner, batch_id))
 
     async def page(self, owner: str, *, limit: int, after: str | None) -> BatchPage:
-        """The newest first. Raises PagodaError NOT_FOUND where there is no batch `after`."""
+        """The newest first. Raises PagodaError NOT_FOUND if there is no batch `after`."""
         reached = None if after is None else (await self._record(owner, after)).position
         found: list[Record] = []
         while True:
@@ -98,7 +98,7 @@ class Batches:
             reached = found[-1].position
 
     async def change(self, owner: str, batch_id: str, how: Callable[[Batch], Batch]) -> Batch:
-        """What it is then. Raises PagodaError NOT_FOUND, or what `how` raises."""
+        """Apply `how` and return the result. Raises PagodaError NOT_FOUND, or what `how` raises."""
         while True:
             record = await self._record(owner, batch_id)
             known = _read(record)
@@ -117,13 +117,13 @@ class Batches:
             return batch
 
     async def cancel(self, owner: str, batch_id: str) -> Batch:
-        """Raises PagodaError where there is none, or it is too late."""
+        """Raises PagodaError if there is no such batch, or it is too late."""
         batch = await self.change(owner, batch_id, lambda batch: states.cancelling(batch, self.clock()))
         self.changed.set()
         return batch
 
     async def close(self, batch_id: str) -> None:
-        """Nothing is left to do for one that has ended."""
+        """Remove the results and the open work of a batch that has ended."""
         await self.store.drop(states.results_log(batch_id))
         await self.store.delete(OPEN, batch_id)
 

@@ -1,7 +1,7 @@
-"""A file is a record and a log of the same id: the record appears when the content is whole, and vanishes first.
+"""A file is a record and a log of the same id: it can be found once its content is complete; the record goes first.
 
-While content comes in, the record holds the room that it may take, so that two uploads cannot share the same room; a
-process that dies in the middle leaves what expires by itself. A file belongs to a tenant, and to nobody else exists.
+During an upload, the record reserves the room that the file may take, so that two uploads cannot use the same room; if
+the process dies meanwhile, what it leaves behind expires. A file belongs to one tenant; for others it does not exist.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pagoda_gateway.store.interface import MAX_PAGE_RECORDS, MAX_PART_BYTES, Rec
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 FILES = "files"
-UPLOAD_KEPT_S = 2 * 3600.0  # what is left of an upload whose gateway died
-GOING_S = 600.0  # .. or of a file that was being deleted
+UPLOAD_KEPT_S = 2 * 3600.0  # how long remains of an upload whose gateway died are kept
+GOING_S = 600.0  # .. or of a file whose deletion was interrupted
 BATCH, BATCH_OUTPUT = "batch", "batch_output"  # purposes
 
 
 class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`bytes` of one that is `uploading` is the room it may take. Times in Unix seconds."""
+    """While `uploading`, `bytes` is the room that the file may take. Times are in Unix seconds."""
 
     id: str
     bytes: int
@@ -39,7 +39,7 @@ class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileLimits(NamedTuple):
-    """Of one file, and of all files of a tenant."""
+    """For one file, and for all files of a tenant together."""
 
     max_bytes: int
     max_bytes_together: int
@@ -67,10 +67,10 @@ class Files:
         self._clock = clock
 
     async def begin(self, owner: str, num_bytes: int | None) -> Upload:
-        """A file of at most so many bytes, as many as a file may have where nobody knows.
+        """Begin a file of at most `num_bytes`, or of the maximum for a file if None.
 
         Raises:
-            PagodaError: REQUEST_TOO_LARGE when the owner's files would take more room than they may.
+            PagodaError: REQUEST_TOO_LARGE if the owner's files would take more room than allowed.
         """
         room = min(self._limits.max_bytes, num_bytes or self._limits.max_bytes)
         now = self._clock()
@@ -110,7 +110,7 @@ class Files:
     async def page(
         self, owner: str, *, limit: int, after: str | None, newest_first: bool, purpose: str | None
     ) -> FilePage:
-        """Raises PagodaError NOT_FOUND where there is no file `after`."""
+        """Raises PagodaError NOT_FOUND if there is no file `after`."""
         reached = None if after is None else (await self._record(owner, after)).position
         found: list[FileInfo] = []
         while True:
@@ -123,7 +123,7 @@ class Files:
             reached = page.records[-1].position
 
     async def content(self, info: FileInfo) -> AsyncIterator[bytes]:
-        """Raises PagodaError NOT_FOUND when less is there than there should be: somebody has deleted it."""
+        """Raises PagodaError NOT_FOUND if content is missing, because the file was deleted meanwhile."""
         at = num_bytes = 0
         while num_bytes < info.bytes:
             parts = await self._store.read(info.log, at)
@@ -143,7 +143,7 @@ class Files:
 
 
 async def keep(store: Store, owner: str, info: FileInfo, *, expect: int | None = None) -> None:
-    """Make a file of a log that is written already. Raises Conflict as `Store.put` does."""
+    """Make a file from a log that is already written. Raises Conflict as `Store.put` does."""
     await store.keep_until(info.log, info.expires_at)
     value = msgspec.json.encode(info)
     await store.put(FILES, info.id, value, owner=owner, expect=expect, expires_at=info.expires_at)
@@ -154,7 +154,7 @@ def _read(record: Record) -> FileInfo:
 
 
 class Upload:
-    """`write` what comes, then `finish` or `discard` it."""
+    """`write` data as it arrives, then `finish` or `discard`."""
 
     def __init__(self, store: Store, owner: str, info: FileInfo, expires_at: float) -> None:
         self._store = store
@@ -182,7 +182,7 @@ class Upload:
         self._num_parts = await self._store.append(log, [part], index=index, expires_at=expires_at)
 
     async def finish(self, filename: str, purpose: str, kept_s: int | None) -> FileInfo:
-        """The file, from now on there to be found; `kept_s` after its creation it vanishes."""
+        """Make the file available; it expires `kept_s` after its creation, or never if None."""
         if self._pending:
             await self._append(len(self._pending))
         expires_at = None if kept_s is None else self._info.created_at + kept_s

@@ -1,4 +1,4 @@
-"""A batch's files follow from its results alone, part by part: whoever writes them again writes what is there."""
+"""A batch's files are a function of its results alone, part by part, so writing them again writes the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagoda_gateway.store.interface import ABSENT, MAX_PART_BYTES, Conflict, Sto
 
 
 class _FileWriter:
-    """Writes lines to the log of a file, in parts that depend on nothing but the lines."""
+    """Writes lines to the log of a file, in parts that depend only on the lines."""
 
     def __init__(self, store: Store, info: FileInfo) -> None:
         self.num_bytes = 0
@@ -30,23 +30,23 @@ class _FileWriter:
 
     async def _append(self) -> None:
         part = bytes(self._pending[:MAX_PART_BYTES])
-        with suppress(Conflict):  # it is there already
+        with suppress(Conflict):  # the part is already there
             await self._store.append(self._info.log, [part], index=self._num_parts)
         self._num_parts += 1
         del self._pending[:MAX_PART_BYTES]
 
     async def finish(self, owner: str) -> None:
-        """The file, where there is anything in it."""
+        """Make the file available, unless it is empty."""
         if self._pending:
             await self._append()
         if self.num_bytes:
             info = msgspec.structs.replace(self._info, bytes=self.num_bytes)
-            with suppress(Conflict):  # whoever was here first has read all results
+            with suppress(Conflict):  # an earlier writer has read all results, too
                 await keep(self._store, owner, info, expect=ABSENT)
 
 
 async def write_files(store: Store, owner: str, batch: Batch) -> None:
-    """Output and error file of a batch that is finalizing. Raises PagodaError UNAVAILABLE; then it is done again."""
+    """Write the output and error files of a finalizing batch. Raises PagodaError UNAVAILABLE; then call it again."""
     output, errors = (_FileWriter(store, _file(batch, kind)) for kind in ("output", "error"))
     async for result in Results(store, results_log(batch.id)).all():
         await (errors if result.failed else output).write(bytes(result.written) + b"\n")

@@ -1,4 +1,4 @@
-"""The lines of a batch's input: found in what comes of a file, and checked before any of them is answered."""
+"""Splits a batch's input file into lines, and checks all lines before any of them is answered."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pagoda_proto.errors import PagodaError
 MAX_LINES = 50_000
 MAX_CUSTOM_ID_CHARS = 512
 MAX_FAULTS = 100
-ENVELOPE_BYTES = 4096  # of a line, around its body
+ENVELOPE_BYTES = 4096  # allowed in a line besides its body
 FIELDS = frozenset({"custom_id", "method", "url", "body"})
 
 
 class Line(NamedTuple):
-    """`number` counts from 1, blank lines too."""
+    """`number` counts from 1, including blank lines."""
 
     number: int
     data: bytes
@@ -31,7 +31,7 @@ class Head(msgspec.Struct):
 
 
 def custom_id_of(line: Line) -> str:
-    """Of a line that has been checked."""
+    """`line` must have been checked."""
     return msgspec.json.decode(line.data, type=Head).custom_id
 
 
@@ -42,7 +42,7 @@ class LineTooLong(Exception):
 
 
 async def lines_of(content: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[list[Line]]:
-    """The lines that are whole with each piece of the content, without those that are blank. Raises LineTooLong."""
+    """Yield the lines that each piece of the content completes, without blank ones. Raises LineTooLong."""
     number, rest = 0, b""
     async for piece in content:
         *whole, rest = (rest + piece).split(b"\n")
@@ -61,8 +61,8 @@ def _check_lengths(lines: Iterable[Line], max_bytes: int) -> None:
 
 
 class Checker:
-    """What all lines of a batch must be, one by one and together. `known` is the served name of a model, for a name
-    that a line has or for None; it raises PagodaError."""
+    """Checks the lines of a batch, each by itself and all together. `known` returns the served name for the model name
+    in a line, or for None; it raises PagodaError."""
 
     def __init__(self, endpoint: str, known: Callable[[str | None], str]) -> None:
         self.model = ""
@@ -74,7 +74,7 @@ class Checker:
 
     @property
     def full(self) -> bool:
-        """Whether it is known well enough that the batch is refused."""
+        """Whether enough faults are known to refuse the batch."""
         return len(self.faults) >= MAX_FAULTS or self.total > MAX_LINES
 
     def check(self, lines: Sequence[Line]) -> None:

@@ -1,7 +1,7 @@
-"""The results of a batch are one log, of which every writer knows the length: a line's result is in it once.
+"""The results of a batch are one log that holds each line's result once, because writers append at a known length.
 
-Who appends without having seen what another has appended gets a conflict, reads on, and leaves out what is there. That
-is all that keeps two gateways, or two lives of one, from answering a line twice; claims only spare them the work.
+A writer that has not seen what another one appended gets a conflict, reads on, and leaves out the lines already there.
+Only this keeps two gateways, or two lives of one, from answering a line twice; claims merely avoid duplicate work.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import msgspec
 from pagoda_gateway.batches.batch import Counts
 from pagoda_gateway.store.interface import MAX_APPEND_BYTES, Conflict, Store, decoded, parts_of
 
-ROOM_BYTES = 16 * 1024  # of an append, for what is around an answer
-AROUND_BYTES = 64  # of a result, around what is written
+ROOM_BYTES = 16 * 1024  # part of an append left for everything around an answer
+AROUND_BYTES = 64  # bytes of a result around its `written`
 MAX_ANSWER_BYTES = MAX_APPEND_BYTES - ROOM_BYTES
 
 
 class Lost(Exception):
-    """The log is shorter than it was: somebody has brought the batch to its end, or the store is as it was a while ago.
-    Who wants to go on begins by looking."""
+    """The log is shorter than before: another gateway has ended the batch, or the store was reset to an earlier state.
+    To continue, start from the batch's current state."""
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What becomes of a line: the line of the output or, if it `failed`, of the error file, as JSON."""
+    """The outcome of a line: `written` is its line in the output file or, if it `failed`, the error file, as JSON."""
 
     line: int
     failed: bool
@@ -39,12 +39,12 @@ def answered(line: int, custom_id: str, request_id: str, answer: bytes) -> Resul
 
 
 def refused(line: int, custom_id: str, request_id: str, status: int, body: dict[str, Any]) -> Result:
-    """The server said no, as it would have to a request."""
+    """The server refused the line, as it would have refused a request."""
     return _result(line, custom_id, _response(request_id, status, body), None, failed=True)
 
 
 def given_up(line: int, custom_id: str, code: str, message: str) -> Result:
-    """It was never answered."""
+    """The line was never answered."""
     return _result(line, custom_id, None, {"code": code, "message": message}, failed=True)
 
 
@@ -81,7 +81,7 @@ class Results:
         return Counts(total, len(self._failed) - failed, failed)
 
     async def load(self) -> None:
-        """Read on to where the log ends now."""
+        """Read on to the current end of the log."""
         async for results in self._read_on():
             self._failed |= {result.line: result.failed for result in results}
 
@@ -92,11 +92,11 @@ class Results:
             yield [decoded(self._log, data, Result) for data in whole]
 
     async def write(self, results: Sequence[Result]) -> None:
-        """They are in the log when this returns. What is written at the same time is written together.
+        """When this returns, the results are in the log. Concurrent calls are written together.
 
         Raises:
-            PagodaError: UNAVAILABLE; they may be in the log, and may be written again.
-            Lost: they may not, by this view of it.
+            PagodaError: UNAVAILABLE; the results may be in the log, and may be written again.
+            Lost: this view of the log is outdated and must not write any more.
         """
         self._waiting |= {result.line: result for result in results}
         async with self._lock:
@@ -120,14 +120,14 @@ class Results:
             self._failed |= {result.line: result.failed for result in new}
 
     async def all(self) -> AsyncIterator[Result]:
-        """From the beginning, in the order of the log."""
+        """All results, in the order of the log."""
         async for results in Results(self._store, self._log)._read_on():
             for result in results:
                 yield result
 
 
 def _first(waiting: Sequence[Result]) -> list[Result]:
-    """As many as may be appended at once; one at least, which always may."""
+    """As many as fit in one append, and at least one, which always fits."""
     room = MAX_APPEND_BYTES
 
     def fitting() -> Iterator[Result]:

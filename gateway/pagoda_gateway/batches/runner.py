@@ -1,6 +1,6 @@
-"""A gateway looks for batches that nobody works on, and works on a few of them at once, tenants in turn.
+"""A gateway looks for batches that no gateway works on, and works on a few of them at once, tenants in turn.
 
-Who works on a batch holds its claim and says so again and again; the claim of one who died runs out.
+A gateway that works on a batch holds its claim and keeps renewing it; the claim of one that died expires.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def in_turn(open_work: Sequence[Work], running: Sequence[Work]) -> Iterator[Work]:
-    """What is not running, the oldest first among tenants of whom as many run."""
+    """Batches that are not running: those of the tenant with the fewest running first, then the oldest."""
     count = Counter(work.owner for work in running)
     ids = {work.batch_id for work in running}
     waiting = [work for work in open_work if work.batch_id not in ids]
@@ -41,7 +41,7 @@ class _Running(NamedTuple):
 
 
 class BatchRunner:
-    """`start` it in the loop, and `aclose` it: then its claims are free for others."""
+    """`start` it in the event loop, and `aclose` it, which releases its claims to others."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -54,7 +54,7 @@ class BatchRunner:
         self._task = asyncio.create_task(self._run(), name="batches")
 
     async def aclose(self) -> None:
-        """What runs is left where it is. Safe to call twice."""
+        """Leave running batches in their current state. Safe to call twice."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -78,7 +78,7 @@ class BatchRunner:
                     running.batch_work.changed.set()
 
     async def _take(self) -> None:
-        """Begin what nobody works on. Raises PagodaError UNAVAILABLE."""
+        """Begin batches that no gateway works on. Raises PagodaError UNAVAILABLE."""
         running = [running.work for running in self._running.values()]
         for work in in_turn(await self._desk.batches.open(), running):
             if len(self._running) >= MAX_AT_ONCE:
@@ -93,7 +93,7 @@ class BatchRunner:
         return await self._store.claim(claim_of(work.batch_id), self._holder, times.BATCH_LEASE_S)
 
     def _is_ours(self, work: Work) -> bool:
-        """Whether its model is here. One whose time is over is anybody's, as no line of it is answered."""
+        """Whether its model is served here. An expired batch suits any gateway, because no more lines are answered."""
         if not work.model or self._desk.batches.clock() >= work.expires_at:
             return True
         try:
@@ -102,7 +102,7 @@ class BatchRunner:
             return False
 
     async def _work_on(self, work: Work, batch_work: BatchWork) -> None:
-        """What fails for a reason that nobody knows keeps its claim, so that it is not tried again at once."""
+        """After an unexpected error the claim stays, so that no gateway retries at once."""
         failed = False
         parts = [asyncio.create_task(batch_work.run()), asyncio.create_task(self._hold(work, batch_work))]
         try:
@@ -124,7 +124,7 @@ class BatchRunner:
             logger.debug("the claim of %s runs out by itself: %s", work.batch_id, error.message)
 
     async def _hold(self, work: Work, batch_work: BatchWork) -> None:
-        """Until somebody else has the claim."""
+        """Renew the claim until another gateway has it."""
         while True:
             try:
                 if not await self._claim(work):

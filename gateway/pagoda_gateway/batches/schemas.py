@@ -40,7 +40,7 @@ class FileForm(BaseModel):
 
 
 class UploadBody(FileForm):
-    """As the description has it."""
+    """The same with the file, for the OpenAPI description."""
 
     file: str = Field(json_schema_extra={"format": "binary"})
 
@@ -59,7 +59,7 @@ class BatchRequest(Body):
 
 
 class NoBody(Body):
-    """Of a request that says all it has to say by its path."""
+    """The body of a request whose path says everything."""
 
 
 class FileObject(Answered):
