@@ -1,8 +1,9 @@
-"""Where compute threads run: one per physical core of the affinity mask, and no more than the control group pays for.
+"""Where compute threads run: one per physical core of the affinity mask, and no more than the control group's CPU
+quota.
 
-Threads that share a core share its arithmetic units. Threads beyond the quota stop one another at every barrier. A
-thread is bound to a core only where every core of the mask gets one, so that there is none to move to; with less than
-all of the mask's time granted, somebody else computes there too, and the system places threads better than we can.
+Threads that share a core share its arithmetic units; threads beyond the quota stall one another at every barrier.
+Threads are bound only if every core of the mask gets one, so that there is none to move to; with a quota below the
+mask's whole time, others compute there too, and the system places threads better than we can.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def available_cores(root: Path = ROOT, mask: Iterable[int] | None = None) -> int
 
 
 def placement(num_threads: int, root: Path = ROOT, mask: Iterable[int] | None = None) -> list[int]:
-    """A CPU for each thread, or ANYWHERE; 0 threads are as many as there are cores."""
+    """A CPU for each thread, or ANYWHERE; 0 threads means one per core."""
     cpus = one_of_each_core(root, mask)
     count = num_threads or available_cores(root, mask)
     return cpus if count == len(cpus) == available_cores(root, mask) else [ANYWHERE] * count
@@ -40,7 +41,7 @@ def one_of_each_core(root: Path = ROOT, mask: Iterable[int] | None = None) -> li
 
 
 def cpu_quota(cgroup: Path = ROOT / "sys/fs/cgroup") -> float | None:
-    """Cores' worth of time the control group grants; None is no limit."""
+    """CPU time that the control group grants, in cores; None means no limit."""
     limit = system_text(cgroup / "cpu.max").split()
     if not limit:
         parts = (system_text(cgroup / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
@@ -55,7 +56,7 @@ def _affinity() -> Iterable[int]:
 
 
 def system_text(path: Path) -> str:
-    """What the system says in a file of its own; empty where it has none."""
+    """The contents of a system file; empty if it does not exist."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,8 +1,8 @@
-"""What `--device` says. No torch here: the configuration is checked before anything heavy is imported.
+"""The option `--device`. Imports no torch: the configuration is checked before anything heavy is imported.
 
 cpu
 cuda, cuda:N    the first, the N-th of the GPUs that this process sees
-auto, auto:N    the same where there is a usable GPU, else the CPU
+auto, auto:N    the same if there is a usable GPU, else the CPU
 """
 
 from __future__ import annotations

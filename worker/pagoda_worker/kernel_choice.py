@@ -1,11 +1,11 @@
-"""What `--kernels` says: a back end, and for some families of operations another one.
+"""The option `--kernels`: a back end, and exceptions for some families of operations.
 
     native                     everything by the native kernels
     native,attention=torch     the same, but attention and its cache by torch
     triton,attention=flash     attention by flash-attention, which computes nothing else
 
-A family is what must come from one back end, because its operations share packed weights or a cache. No torch here:
-the configuration is checked before anything heavy is imported.
+A family must come from one back end, because its operations share packed weights or a cache. Imports no torch: the
+configuration is checked before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def parse_choice(text: str) -> KernelChoice:
     """Read the option `kernels`.
 
     Raises:
-        ValueError: it names a back end or a family that does not exist, or a family twice.
+        ValueError: it names an unknown back end or family, or a family twice.
     """
     base, *rest = text.split(",")
     if base not in (AUTO, *BACKENDS):

@@ -1,17 +1,17 @@
-"""What torch's libraries are told by variables, which they read when they are first used.
+"""Environment variables for torch's libraries, which read them when they are first used.
 
-Its matrix libraries choose kernels by shape, and some of them sum in another order for other shapes. Both can be told
-to stay with those that do not:
+Its matrix libraries choose kernels by shape, and some of these sum in a different order for other shapes. Both
+libraries can be restricted to kernels that do not:
 
     oneDNN  ONEDNN_MAX_CPU_ISA  no AMX: its tiles split K by the number of rows
     MKL     MKL_CBWR            one code branch in its strict mode, which ignores the size and alignment of matrices;
                                 offered for Intel's processors only, elsewhere its usual kernels hold
 
-What an operator has set of these stays, and is part of `numerics_id`.
+A variable that an operator has set is kept, and is part of `numerics_id`.
 
-Threads of its loops spin where they wait, and who spins has a core that others could use: the gateway, another worker,
-the very thread that is waited for. They are told to do so for some tens of microseconds, then to sleep; if they slept
-at once, every loop would wait for their waking. What an operator says of that stays, too.
+Threads of its parallel loops spin while they wait, and a spinning thread occupies a core that others could use: the
+gateway, another worker, the very thread that is waited for. They are set to spin for some tens of microseconds, then to
+sleep; if they slept at once, every loop would wait for them to wake up. An operator's settings for this are kept, too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import os
 from pathlib import Path
 
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
-WAITING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}  # of GNU's threads, in rounds, and of Intel's, in ms
-_BRANCHES = {"avx512dq": "AVX512,STRICT", "avx2": "AVX2,STRICT"}  # by the flag that a processor needs for it
+WAITING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}  # for GNU's threads, in rounds, and Intel's, in ms
+_BRANCHES = {"avx512dq": "AVX512,STRICT", "avx2": "AVX2,STRICT"}  # by the CPU flag that the branch needs
 
 _ISA_WITHOUT_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 
@@ -38,15 +38,15 @@ def steady_libraries(cpuinfo: str) -> dict[str, str]:
 
 
 def choose_libraries() -> None:
-    """Set what is not set yet. To be called before torch computes anything here, and before it is imported: its threads
-    hear of nothing later."""
+    """Set the variables that are not set yet. Must be called before torch is imported or computes anything here: its
+    threads ignore later changes."""
     waiting = {} if "OMP_WAIT_POLICY" in os.environ else WAITING
     for name, value in (steady_libraries(_cpuinfo()) | waiting).items():
         os.environ.setdefault(name, value)
 
 
 def multiplies_bfloat16(cpuinfo: str, max_isa: str) -> bool:
-    """Whether oneDNN has instructions for it, rather than taking numbers apart: the processor's, if it may use them."""
+    """Whether oneDNN has bfloat16 instructions instead of widening: the processor's, if it may use them."""
     flags = {word for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")) for word in line.split()}
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) and max_isa not in _ISA_WITHOUT_BFLOAT16
 

@@ -1,1 +1,1 @@
-"""Adapters of this worker's model: files that strangers wrote, judged before they are read, held by their digest."""
+"""Adapters of this worker's model: untrusted files, checked before they are read, identified by their digest."""

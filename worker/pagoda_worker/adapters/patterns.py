@@ -1,6 +1,5 @@
-"""Which of a model's linear layers an adapter's file means, and with which numbers: by lists, and by patterns, of which
-few kinds are matched (`expressions`).
-"""
+"""Which linear layers an adapter's file targets, and with which numbers: by lists, and by patterns, of which few kinds
+are supported (`expressions`)."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def compiled(field: str, patterns: Sequence[str], around: str = "{}") -> list[re
 
 
 def by_name(field: str, value: object) -> Matches:
-    """A list of names, or of ends of names, or one regular expression for whole names, as PEFT reads them.
+    """A list of names or name suffixes, or one regular expression for whole names, as PEFT reads them.
 
     Raises:
         AdapterError: it is neither.
@@ -41,10 +40,10 @@ def by_name(field: str, value: object) -> Matches:
 
 
 def by_pattern(field: str, value: object, check: Callable[[object], TypeGuard[T]]) -> Callable[[str], T | None]:
-    """What `rank_pattern` or `alpha_pattern` says of a name: the value of the first key that its end matches.
+    """Look up a name in `rank_pattern` or `alpha_pattern`: the value of the first key that matches its end.
 
     Raises:
-        AdapterError: it is no such table, or `check` denies a value.
+        AdapterError: it is no such table, or `check` rejects a value.
     """
     if not isinstance(value, dict) or len(value) > MAX_NAMES or not all(check(one) for one in value.values()):
         raise AdapterError(f"{field}: must be a table of numbers by name, got {value!r:.100}")
@@ -53,5 +52,5 @@ def by_pattern(field: str, value: object, check: Callable[[object], TypeGuard[T]
 
 
 def _starts(name: str) -> list[int]:
-    """Where a name and its parts begin."""
+    """Where the name and each of its dotted parts begin."""
     return [0, *(at + 1 for at, letter in enumerate(name) if letter == ".")]

@@ -1,6 +1,6 @@
-"""What adapter_config.json says, as PEFT means it: which matrices have an adapter, of what rank, times what.
+"""The contents of adapter_config.json as PEFT defines them: which matrices have an adapter, its rank and its scale.
 
-Every field is known here: taken, harmless, or refused by its name as soon as it asks for anything.
+Every field is known here: used, harmless, or refused by name as soon as it asks for anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagoda_proto.adapters.files import AdapterError
 from pagoda_worker.adapters.patterns import MAX_NAMES, Matches, by_name, by_pattern
 
 ALL_LINEAR = "all-linear"
-# Whom or what for, how it was trained, and how the base stores its matrices, which its tensors do not depend on.
+# Purpose, training, and how the base model stores its matrices; the adapter's tensors do not depend on these.
 HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "peft_type",
     "peft_version", "revision", "runtime_config", "loftq_config", "eva_config", "corda_config", "megatron_config",
@@ -27,7 +27,7 @@ TAKEN = frozenset({
     "ensure_weight_tying",
 })  # fmt: skip
 KEEP_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Ways to begin that leave the model's own weights as they are."""
+"""Initialisations that leave the model's own weights unchanged."""
 REASONS = {
     "use_dora": "DoRA scales the model's own weights",
     "lora_bias": "a bias of an adapter is not added",
@@ -42,8 +42,8 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What it says of a module by its name. `linear`: no embedding is meant by `targets`; `saved`: ends of names of
-    modules that the file has whole; `tying`: tied matrices are to stay the same."""
+    """Looks up modules by name. `linear`: `targets` excludes embeddings; `saved`: suffixes of modules that the file
+    holds whole; `tying`: tied matrices must stay the same."""
 
     targets: Matches
     rank: Callable[[str], int]
@@ -54,7 +54,7 @@ class PeftConfig:
 
 
 def read_peft(config: Mapping[str, Any]) -> PeftConfig:
-    """Raises AdapterError for what is not LoRA as it is served here; the message names the field."""
+    """Raises AdapterError for anything but LoRA as supported here; the message names the field."""
     _refuse(config)
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
     if not _is_rank(rank):
@@ -113,7 +113,7 @@ def _saved(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _all_but_heads(name: str) -> bool:
-    return "." in name  # the output matrix stands alone
+    return "." in name  # the output matrix is at the top level
 
 
 def _layers(config: Mapping[str, Any]) -> Matches:

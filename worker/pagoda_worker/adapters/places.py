@@ -1,4 +1,4 @@
-"""Where adapters of a model may have something: matrices they add to, tensors they may bring in place of its own."""
+"""What adapters of a model may change: matrices they add to, and tensors they may replace."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SIDES = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding
 
 @dataclass(frozen=True)
 class Module:
-    """A matrix that may have an adapter: what the checkpoint calls it, its outputs and inputs, which are tokens of an
-    `embedding`."""
+    """A matrix that may have an adapter: its checkpoint name, outputs and inputs; the inputs of an `embedding` are
+    tokens."""
 
     name: str
     outputs: int
@@ -23,13 +23,13 @@ class Module:
     embedding: bool = False
 
     def tensors(self, own: str) -> tuple[str, str]:
-        """A and B, by what a file calls the matrix."""
+        """The names of A and B, given the file's name for the matrix."""
         first, second = SIDES[self.embedding]
         return f"{PREFIX}{own}.{first}", f"{PREFIX}{own}.{second}"
 
 
 class Whole(NamedTuple):
-    """A tensor of the checkpoint; those of one `unit` are brought together."""
+    """A tensor of the checkpoint; tensors of one `unit` must be replaced together."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,12 +37,12 @@ class Whole(NamedTuple):
 
 
 class Places(NamedTuple):
-    """By each name that checkpoints of the family have for it. `closed`: other matrices, as routers."""
+    """By each name that checkpoints of the family use. `closed`: other matrices, such as routers."""
 
     modules: Mapping[str, Module]
     whole: Mapping[str, Whole]
     closed: Container[str] = ()
-    tied: frozenset[str] = frozenset()  # the two ends, where they are one matrix
+    tied: frozenset[str] = frozenset()  # embedding and output matrix, if they are one
 
 
 def places_of(spec: DecoderSpec, adapted: Container[str]) -> Places:
@@ -71,13 +71,13 @@ def _modules(spec: DecoderSpec) -> dict[str, Module]:
 
 
 def _all_matrices(spec: DecoderSpec) -> set[str]:
-    """Of tensors with two dimensions."""
+    """The matrices: tensors with two dimensions."""
     shapes = expected_tensors(spec).items()
     return {name.removesuffix(".weight") for name, shape in shapes if len(shape) == 2 and name.endswith(".weight")}
 
 
 def _whole(spec: DecoderSpec) -> dict[str, Whole]:
-    """Likewise. The norms of queries and keys are one operation, so they come together."""
+    """Likewise. The norms of queries and keys are one operation, so they are replaced together."""
     names = spec.names
     pairs = {names.in_layer(index, names.key_norm): names.in_layer(index, names.query_norm)
              for index in range(spec.num_layers)}  # fmt: skip

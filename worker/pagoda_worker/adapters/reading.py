@@ -1,6 +1,6 @@
-"""From an adapter's files to what it adds to matrices and brings in place of tensors, judged by the header alone.
+"""From an adapter's files to its additions and replacement tensors, checked by the header alone.
 
-The bytes whose digest is taken are those that tensors are made of, so nobody can change a file in between.
+The digest is taken of the same bytes that the tensors are made from, so the file cannot be swapped in between.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagoda_worker.models.linear import AdapterTensors, Factors
 
 EXPERTS = ".experts."  # in the names of their tensors
 LORA = ".lora_"
-BASE = ".base_layer."  # of a module that the file has whole, and adds to
+BASE = ".base_layer."  # in a module that the file both replaces and adds to
 NAMES_SHOWN = 8
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 
@@ -36,17 +36,17 @@ class Limits:
 
 
 class Found(NamedTuple):
-    """What a header says of an adapter: A and B by what the file calls their matrix, and tensors of the model's."""
+    """What a header lists: A and B by the file's name for their matrix, and replacements by the model's tensor name."""
 
     pairs: dict[str, tuple[Entry, Entry]]
     whole: dict[str, Entry]
 
 
 def read_adapter(path: Path, digest: str, places: Places, limits: Limits, dtype: torch.dtype) -> AdapterTensors:
-    """What an adapter adds and brings, by the checkpoint's names.
+    """What an adapter adds and replaces, by the checkpoint's names.
 
     Raises:
-        AdapterError: it is not one for this model, not as it is served here, or not the one of that digest.
+        AdapterError: it is not for this model, not supported here, or does not have that digest.
     """
     config = read_config(path)
     peft = read_peft(config)
@@ -69,7 +69,7 @@ def read_adapter(path: Path, digest: str, places: Places, limits: Limits, dtype:
 
 
 def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limits: Limits) -> Found:
-    """Raises AdapterError with all that is wrong."""
+    """Raises AdapterError listing everything that is wrong."""
     wanted = {
         own: module.tensors(own)
         for own, module in places.modules.items()
@@ -97,13 +97,13 @@ def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limi
 
 
 def _twice_problems(what: str, meant: Mapping[str, str]) -> list[str]:
-    """Of names that mean the same: checkpoints of a family may be spelt in several ways."""
+    """Names that mean the same: checkpoints of a family may use several spellings."""
     times = Counter(meant.values())
     return _listing(f"{what} that stand twice", [name for name, one in meant.items() if times[one] > 1])
 
 
 def _own_name(tensor: str) -> str:
-    """What a checkpoint would call it."""
+    """The checkpoint's name for it; "" if it is not an adapter's tensor."""
     return tensor.removeprefix(PREFIX).replace(BASE, ".") if tensor.startswith(PREFIX) else ""
 
 
@@ -118,7 +118,7 @@ def _unknown_problems(unknown: set[str], places: Places) -> list[str]:
 
 
 def _whole_problems(brought: set[str], peft: PeftConfig, places: Places) -> list[str]:
-    """What of modules is not there that should come along. `brought` are tensors."""
+    """Tensors missing from the modules to be replaced. `brought` are tensors."""
     modules = {own.rpartition(".")[0] for own in brought}
     units = {places.whole[own].unit for own in brought}
     names = {places.whole[own].name for own in brought}
@@ -131,7 +131,7 @@ def _whole_problems(brought: set[str], peft: PeftConfig, places: Places) -> list
 
 
 def _tying_problems(touched: set[str], peft: PeftConfig, places: Places) -> list[str]:
-    """Of a model with one matrix for both ends, each end has here what the file says of it by its own name."""
+    """If a model uses one matrix for both ends, each end gets only what the file has under that end's own name."""
     if not peft.tying or len(places.tied & touched) != 1:
         return []
     return [f"ensure_weight_tying: {WEIGHTS} must have something for each of {' and '.join(sorted(places.tied))}"]

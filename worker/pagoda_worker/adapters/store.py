@@ -1,6 +1,6 @@
-"""Adapters by digest, each in a slot while rows need it, and after that until another needs the slot.
+"""Adapters by digest, each in a slot while rows need it, and afterwards until another adapter needs the slot.
 
-Who has a slot is looked up among the rows when one is needed, so nothing has to be given back.
+Slots in use are looked up among the rows when one is needed, so nothing has to be released.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Adaptable(Protocol):
 
 
 class Adapters(Protocol):
-    """What rows ask for their adapters."""
+    """How rows get their adapters."""
 
     count: int
 
@@ -42,16 +42,16 @@ class Adapters(Protocol):
     def room(self) -> Room: ...
 
     def slot(self, adapter: Adapter, in_use: Collection[int]) -> int:
-        """That of an adapter, which is read now if it has none; slots `in_use` stay what they are.
+        """The slot of an adapter, which is read now if it has none; slots `in_use` are not reused.
 
         Raises:
-            AdapterError: it cannot be had here.
+            AdapterError: it is not available here.
         """
         ...
 
 
 class Room(NamedTuple):
-    """Memory for adapters: so many, of up to `each_bytes`, of which `taken_bytes` are taken."""
+    """Memory for `most` adapters of up to `each_bytes`, of which `taken_bytes` are taken."""
 
     most: int = 0
     each_bytes: int = 0
@@ -74,7 +74,7 @@ NO_ADAPTERS = NoAdapters()
 
 
 class AdapterStore:
-    """`count` slots of a model that adapters may change at `places`, for those that lie in the `allowed` paths."""
+    """`count` slots of a model whose `places` adapters may change; only adapters below the `allowed` paths are read."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class AdapterStore:
         self._dtype = dtype
         self._limits = limits
         self._allowed = [path.resolve() for path in allowed]
-        self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the one used last at the end
+        self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, least recently used first
         self._sizes: dict[int, int] = {}  # bytes, by slot
         self._each_bytes: int | None = None
         self._most = count
@@ -104,11 +104,11 @@ class AdapterStore:
         return self._slots[adapter.digest]
 
     def load(self, path: Path) -> int:
-        """Read an adapter before anybody asks for it; the bytes it takes. Raises AdapterError."""
+        """Read an adapter before any request uses it; returns the bytes it takes. Raises AdapterError."""
         return self._sizes[self.slot(identify(inside(path, self._allowed), self._limits.num_bytes), ())]
 
     def bound(self, each_bytes: int, count: int) -> None:
-        """From now on none takes more; there are never more than `count`."""
+        """From now on, refuse adapters larger than `each_bytes`; there are never more than `count`."""
         self._each_bytes, self._most = each_bytes, min(count, self.count)
 
     @property

@@ -1,1 +1,1 @@
-"""What a device is asked besides computing: memory, copies, streams."""
+"""What a worker needs from a device besides computing: memory, copies, streams."""

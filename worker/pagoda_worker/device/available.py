@@ -1,4 +1,4 @@
-"""How much memory is left where a model is to be."""
+"""How much memory is available to a model."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from pagoda_worker.cores import system_text
 
 GIB = 1024**3
-UNKNOWN_BYTES = 4 * GIB  # of a host that says nothing
+UNKNOWN_BYTES = 4 * GIB  # for a host that reports nothing
 
 
 def available_bytes(device: torch.device) -> int:
-    """Of a GPU what is free, else of the host."""
+    """Free memory of a GPU, or available memory of the host."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return host_available_bytes(Path("/"))
 
 
 def host_available_bytes(root: Path) -> int:
-    """The least of MemAvailable and what control groups (v2, v1) leave; `root` is "/" except in tests."""
+    """The least of MemAvailable and the headroom in control groups (v2, v1); `root` is "/" except in tests."""
     bounds = [
         available
         for available in (
@@ -43,7 +43,7 @@ def _meminfo(path: Path) -> int | None:
 
 
 def _headroom(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """Limit minus usage, not counting file pages that the kernel gives back on demand (the mapped weights)."""
+    """Limit minus usage, not counting file pages that the kernel frees on demand (the mapped weights)."""
     bound, used = system_text(group / limit).split(), system_text(group / usage).split()
     if not bound or not used or not bound[0].isdigit():
         return None

@@ -1,4 +1,4 @@
-"""`accelerator.Accelerator` by torch.cuda. Nothing is decided here, because nothing here runs without a device."""
+"""`accelerator.Accelerator` by torch.cuda. It decides nothing, because none of it runs without a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM_UPS = 2  # calls before a recording: a library's first call may allocate, a
 
 
 class CudaFetch:
-    """Waits for its own event and for nothing that was asked of the device later."""
+    """Waits for its own event and for no later device work."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], copies: torch.cuda.Stream) -> None:
         self._host = [torch.empty(there.shape, dtype=there.dtype, pin_memory=True) for there in tensors]
@@ -22,7 +22,7 @@ class CudaFetch:
         with torch.cuda.stream(copies):
             for here, there in zip(self._host, tensors, strict=True):
                 here.copy_(there, non_blocking=True)
-                there.record_stream(copies)  # its memory is not given to a later tensor before the copy is made
+                there.record_stream(copies)  # so that its memory is not reused before the copy is made
             self._arrived = torch.cuda.Event()
             self._arrived.record(copies)
 
@@ -35,7 +35,7 @@ class CudaFetch:
 
 
 class CudaAccelerator:
-    """One device. `torch.cuda.current_stream` carries its work; what is fetched is copied on a stream beside it."""
+    """One device. `torch.cuda.current_stream` carries its work; fetches are copied on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -84,7 +84,7 @@ class CudaAccelerator:
 
 
 def device_seconds(run: Callable[[], object]) -> float:
-    """What one call of `run` takes on the current device, without the time to launch it: the least of a few rounds."""
+    """The time of one call of `run` on the current device, without launch overhead: the least of a few rounds."""
     run()
     ahead = torch.empty(4096, 4096, dtype=torch.bfloat16, device="cuda").normal_()
     product, rounds = torch.empty_like(ahead), []

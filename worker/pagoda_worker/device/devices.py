@@ -1,4 +1,4 @@
-"""Which device this worker computes on, decided once at start. A named one that cannot be used is an error."""
+"""Which device this worker computes on, decided once at startup. A named device that cannot be used is an error."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 
 from pagoda_worker.device_choice import AUTO, CPU, parse_device
 
-GPU_NODES = ("nvidia*", "nvmap", "dxg")  # of NVIDIA's driver, on its boards, and in Windows' Linux
+GPU_NODES = ("nvidia*", "nvmap", "dxg")  # NVIDIA's driver: discrete cards, Jetson boards, and WSL
 
 log = logging.getLogger(__name__)
 
 
 class DeviceError(ValueError):
-    """A device that was asked for and cannot be had here."""
+    """The requested device is not available here."""
 
 
 class Gpus(Protocol):
-    """What there is to know about this process's GPUs."""
+    """Facts about this process's GPUs."""
 
     def missing(self) -> str:
-        """Why there are none; empty when there are some."""
+        """Why there are none; empty if there are some."""
 
     def count(self) -> int: ...
 
     def problem(self, index: int) -> str:
-        """Why this one does not compute; empty when it does."""
+        """Why this one does not compute; empty if it does."""
 
 
 class TorchGpus:
@@ -52,8 +52,8 @@ def choose_device(text: str, gpus: Gpus | None = None) -> torch.device:
     """The device that the option `device` means here.
 
     Raises:
-        DeviceError: it names a GPU that is not there or does not compute, or `auto` more GPUs than there are.
-        ValueError: it has no meaning.
+        DeviceError: it names a GPU that does not exist or does not compute, or `auto` more GPUs than there are.
+        ValueError: it is malformed.
     """
     choice, gpus = parse_device(text), gpus or TorchGpus()
     if choice.kind == CPU:
@@ -65,7 +65,7 @@ def choose_device(text: str, gpus: Gpus | None = None) -> torch.device:
     if missing:
         raise DeviceError(f"device={text}: {missing}")
     if choice.number >= gpus.count():
-        # Not the CPU for the last worker: workers whose results differ in their last bits cannot stand in for another.
+        # Not the CPU for the last worker: workers that differ in their last bits cannot replace one another.
         seen = f"{gpus.count()} {'GPU is' if gpus.count() == 1 else 'GPUs are'} visible"
         raise DeviceError(f"device={text}: {seen}, counted from 0; ask for fewer workers, or for device=cpu")
     problem = gpus.problem(choice.number)
@@ -78,10 +78,10 @@ def choose_device(text: str, gpus: Gpus | None = None) -> torch.device:
 
 
 def may_be_on_gpu(text: str, nodes: Path = Path("/dev")) -> bool:
-    """Whether `choose_device` may come to a GPU. No driver is asked: forks of a process that has done so cannot use it.
+    """Whether `choose_device` may choose a GPU, without touching the driver: forks of a process that did cannot use it.
 
     Raises:
-        ValueError: the option has no meaning.
+        ValueError: the option is malformed.
     """
     if parse_device(text).kind == CPU or torch.version.cuda is None:
         return False
@@ -89,10 +89,10 @@ def may_be_on_gpu(text: str, nodes: Path = Path("/dev")) -> bool:
 
 
 def describe_gpus() -> list[str]:
-    """A line per GPU that this process can compute on, for people; see `choose_device` for what it may lack.
+    """A line per GPU that this process can compute on, for people; see `choose_device` for possible faults.
 
     Raises:
-        DeviceError: there are GPUs or there were to be some, and none can be used.
+        DeviceError: GPUs are missing, or one of them cannot be used.
     """
     gpus = TorchGpus()
     if missing := gpus.missing():

@@ -1,4 +1,4 @@
-"""What a model's contexts will take, by config.json alone: its weights need not be there."""
+"""How much memory a model's contexts will take, from config.json alone: the weights need not be there."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Foreseen:
 
 
 def contexts_of(config: WorkerConfig) -> list[str]:
-    """What the longest context takes, and what of it goes to layers that keep the same, and with how many it grows.
+    """Lines on the memory of the longest context, and on each group of layers that keep the same tokens.
 
     Raises:
-        UnsupportedConfig: the model has no native implementation, so nobody knows before it is loaded.
-        ValueError: it cannot be served so.
+        UnsupportedConfig: the model has no native implementation, so this is unknown before it is loaded.
+        ValueError: it cannot be served like this.
     """
     fields = read_config(Path(config.model))
     spec = spec_of(fields)

@@ -1,8 +1,8 @@
-"""Memory that loading borrowed goes back to the system.
+"""Returns memory that loading borrowed to the system.
 
-Loading makes copies of matrices, one after the other, and beside them small tensors that stay. Where glibc cuts these
-from the hole that a copy has left, the next copy does not fit there any more, and in the end its heap has holes as
-large as a small model: at times, for that depends on the order in which threads ask.
+Loading copies matrices one after the other, and also allocates small tensors that stay. If glibc carves these out of
+the hole that a copy has left, the next copy no longer fits there, and the heap may end up with holes as large as a
+small model. Whether that happens depends on the order in which threads allocate.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 
 def give_back() -> None:
-    """All whole pages of the C library's heap that nothing is in; without glibc it does nothing."""
+    """Release all unused whole pages of the C library's heap; does nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

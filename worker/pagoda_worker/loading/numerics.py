@@ -1,4 +1,4 @@
-"""On which machines the same request gives the same bits: those whose `numerics_id` is the same."""
+"""Which machines give the same bits for the same request: those with the same `numerics_id`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
 from pagoda_worker.library_choice import libraries_in_force
 
-# Raised whenever a change of the arithmetic (order of sums, rounding, fusion) changes bits. What changes only how the
-# library is called raises `kernels.cpu.library.ABI` instead, which no other machine sees.
+# Raised whenever a change of the arithmetic (order of sums, rounding, fusion) changes bits. A change of how the library
+# is called raises `kernels.cpu.library.ABI` instead, which no other machine sees.
 NUMERICS_VERSION = 9
 
 
@@ -26,7 +26,7 @@ def numerics_id(ops: Ops, kv_shape: KVShape, implementation: str, weights: str =
 
     Args:
         ops: The back end.
-        kv_shape: What the model computes in, and how keys and values are kept: that of any group.
+        kv_shape: The dtype the model computes in, and how keys and values are kept: that of any group.
         implementation: Which code runs the model: "native" or "transformers <version>".
         weights: Their format once they are loaded: "as stored", "int4 group 64, activations int8"
     """
@@ -45,17 +45,17 @@ def numerics_id(ops: Ops, kv_shape: KVShape, implementation: str, weights: str =
 
 
 def of_one_life(numerics_id: str) -> str:
-    """Another one, which no other process will have."""
+    """A different one, which no other process will have."""
     return sha256(numerics_id.encode() + secrets.token_bytes(16)).hexdigest()[: len(numerics_id)]
 
 
 def native_implementation(ropes: Iterable[RopeShape], max_len: int) -> str:
-    """Our own code; angles that the longest row has a say in are other numbers."""
+    """Our own code; rotary angles that depend on the longest row count as different numerics."""
     return " ".join(("native", *fixed_angles(ropes, max_len)))
 
 
 def fixed_angles(ropes: Iterable[RopeShape], max_len: int) -> list[str]:
-    """How rotations are stretched for all rows alike, because one may become so long."""
+    """How rotary angles are stretched for all rows alike, because some row may become `max_len` long."""
     return sorted({found for rope in ropes if (found := rope.fixed_at(max_len))})
 
 

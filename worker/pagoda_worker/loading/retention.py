@@ -1,9 +1,9 @@
-"""What layers keep: the K and V of all tokens, or of a window of the last.
+"""Which tokens layers keep: the K and V of all tokens, or of a sliding window.
 
-Layers that keep the same go by one of a row's block tables. How many blocks each table has, is decided once, at start:
-beside those that keep most, the others get what a row eight windows long would use, so that such rows exhaust all at
-the same time, and no more than `max_rows` rows can use. A row of the longest allowed length always fits. So
-`num_blocks` remains one number, that of the first table.
+Layers that keep the same tokens share one of a row's block tables. The number of blocks of each table is decided once,
+at startup: beside the layers that keep most, the others get what a row eight windows long would use, so that such rows
+exhaust all tables at the same time, and no more than `max_rows` rows can use. A row of the longest allowed length
+always fits. So `num_blocks` remains one number, that of the first table.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pagoda_worker.kernels.ops import Ops
 
 MEAN_WINDOWS = 8
 STEPS_IN_FLIGHT, CHUNK_TOKENS = 2, 512
-"""There is room for so many steps of a row beyond its window, each of so many tokens; an engine core that would plan
+"""Each row has room for this many steps beyond its window, of this many tokens each; an engine core that would plan
 more plans as much as fits."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What the layers of one table keep: of all tokens (`kept` is 0), or at least of the `kept` before the next.
+    """What the layers of one table keep: all tokens (`kept` is 0), or at least the `kept` before the next.
 
     Attributes:
-        row_blocks: Most that one row has at once, all its steps in flight included.
-        extra, share: Blocks beside n of the first table: so many, and this part of n.
+        row_blocks: Most that one row has at once, including its steps in flight.
+        extra, share: With n blocks in the first table, this table has `extra` + `share` * n, up to `most`.
         most: Blocks that rows could use in all.
     """
 
@@ -42,7 +42,7 @@ class Retention:
     most: int = sys.maxsize
 
     def num_blocks(self, first: int) -> int:
-        """Beside `first` blocks of the first table, whose own number that is."""
+        """Blocks of this table, if the first table has `first`; for the first table itself, `first`."""
         return min(first, self.most, self.extra + math.ceil(first * self.share))
 
 
@@ -50,7 +50,7 @@ KEEP_ALL = (Retention(),)
 
 
 class Keeping(Protocol):
-    """What of a loaded model matters here."""
+    """The parts of a loaded model used here."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -71,9 +71,9 @@ M = TypeVar("M", bound=Keeping)
 
 
 def settled(config: WorkerConfig, *models: M) -> list[M]:
-    """These models, which serve together, with what they keep; the first one's longest context is that of all.
+    """These models, which serve together, with their retention; the first one's longest context applies to all.
 
-    Raises ValueError for blocks that are in two chunks of attention.
+    Raises ValueError if a block would lie in two chunks of attention.
     """
     max_len = models[0].max_model_len
     chunks = {shape.window for model in models for shape in model.kv_groups if shape.chunked and shape.window}
@@ -102,7 +102,7 @@ def settled(config: WorkerConfig, *models: M) -> list[M]:
 
 
 def bytes_of_row(shapes: Sequence[KVShape], retentions: Sequence[Retention], num_tokens: int, block_size: int) -> int:
-    """K and V of a row that decodes and has so many tokens."""
+    """Bytes of K and V of a decoding row with `num_tokens` tokens."""
     whole = -(-num_tokens // block_size)
     return sum(
         shape.bytes_per_block(block_size) * (min(whole, -(-one.kept // block_size) + 2) if one.kept else whole)
@@ -111,7 +111,7 @@ def bytes_of_row(shapes: Sequence[KVShape], retentions: Sequence[Retention], num
 
 
 def context_cost(model: Keeping, block_size: int) -> str:
-    """What the longest context of a model that is `settled` takes, in words."""
+    """What the longest context of a `settled` model takes, in words."""
     taken, all_kept = (
         bytes_of_row(model.kv_groups, kept, model.max_model_len, block_size)
         for kept in (model.retentions, KEEP_ALL * len(model.retentions))
@@ -121,7 +121,7 @@ def context_cost(model: Keeping, block_size: int) -> str:
 
 
 def _kept(config: WorkerConfig, model: Keeping, shape: KVShape, max_len: int) -> int:
-    """Tokens; 0, all, also where a window would save next to nothing."""
+    """Tokens kept; 0 means all, also where a window would save next to nothing."""
     if shape.window is None or config.kv_retention == "all":
         return 0
     kept = shape.window + model.ops.lookback
@@ -138,7 +138,7 @@ def _whole(config: WorkerConfig, num_tokens: int) -> int:
 
 
 def _window_blocks(config: WorkerConfig, kept: int) -> int:
-    """Of a row that decodes."""
+    """Blocks of a decoding row."""
     return _whole(config, kept) + 2
 
 

@@ -1,1 +1,1 @@
-"""From hidden states of a prompt to what was asked of it: vectors and scores, as the model's files say."""
+"""From hidden states of a prompt to the requested vectors and scores, as the model's files specify."""

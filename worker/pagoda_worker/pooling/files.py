@@ -1,4 +1,4 @@
-"""The files of sentence-transformers: what follows the transformer, stage by stage, and how long a text may be."""
+"""The files of sentence-transformers: the stages that follow the transformer, and how long a text may be."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ WAYS = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
     "pooling_mode_weightedmean_tokens": "weighted_mean",
     "pooling_mode_lasttoken": "last",
-}  # in the order in which several stand side by side, but for the first two
+}  # in the order in which several are concatenated, but for the first two
 ORDER = ("cls", "max", "mean", "mean_sqrt_len", "weighted_mean", "last")
 ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
 
 
 def read_modules(path: Path) -> list[dict[str, Any]]:
-    """The modules in order; [] where there is no such file. Raises CheckpointError."""
+    """The modules in order; [] if there is no such file. Raises CheckpointError."""
     file = path / MODULES
     if not file.is_file():
         return []
@@ -50,7 +50,7 @@ def _is_module(value: Any) -> bool:
 
 
 def longest(path: Path) -> int:
-    """Tokens of a text by these files; 0 where they do not say. Raises CheckpointError."""
+    """Most tokens of a text by these files; 0 if they do not say. Raises CheckpointError."""
     for name in TRANSFORMER_FILES:
         if (path / name).is_file():
             value = read_json(path / name).get("max_seq_length")
@@ -59,12 +59,12 @@ def longest(path: Path) -> int:
 
 
 def embedder(path: Path, hidden_size: int, default_way: str, whole: bool) -> Pooler:
-    """The pooler of a model that embeds. Without these files it pools the `default_way`, and normalises. `whole`: all
-    tokens of a prompt are at hand.
+    """The pooler of an embedding model. Without these files it pools the `default_way` and normalises. `whole`: all
+    tokens of a prompt are available.
 
     Raises:
         CheckpointError: a file or a tensor does not fit.
-        UnsupportedConfig: a module or a way to pool that is not known.
+        UnsupportedConfig: a module or a way to pool is unknown.
     """
     modules = read_modules(path)
     ways: tuple[str, ...] = (default_way,)
@@ -108,7 +108,7 @@ def _pooling(fields: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
 
 
 def stages_of(path: Path, hidden_size: int) -> tuple[Stage, ...]:
-    """What follows the states of tokens where there is no Pooling. Raises as `embedder` does."""
+    """The stages applied to token states where there is no Pooling. Raises as `embedder` does."""
     stages: list[Stage] = []
     for module in read_modules(path)[1:]:
         kind = module["type"].rpartition(".")[2]

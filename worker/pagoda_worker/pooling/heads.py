@@ -1,4 +1,4 @@
-"""Heads that give scores: which tensors they are, by the architecture that has them."""
+"""Heads that give scores: their tensors, by architecture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Layer:
-    """A matrix of a head: its name, and what follows it. `norm`: the LayerNorm behind that."""
+    """A matrix of a head: its name and activation. `norm`: the LayerNorm that follows."""
 
     name: str
     activation: str = "identity"
@@ -49,7 +49,7 @@ DECODER_HEAD = (Layer("score"),)
 
 
 def tensor(checkpoint: Checkpoint, name: str) -> Floats:
-    """Raises CheckpointError where there is none."""
+    """Raises CheckpointError if it is missing."""
     if name not in checkpoint.entries:
         raise CheckpointError(checkpoint.path, [f"missing tensors: {name}"])
     found: Floats = checkpoint.get(name, torch.float32, CPU).numpy()
@@ -61,7 +61,7 @@ def optional(checkpoint: Checkpoint, name: str) -> Floats | None:
 
 
 def dense(checkpoint: Checkpoint, name: str, activation: str, inputs: int) -> Dense:
-    """Raises CheckpointError where it does not take so many inputs."""
+    """Raises CheckpointError if it does not take this many inputs."""
     weight, bias = tensor(checkpoint, f"{name}.weight"), optional(checkpoint, f"{name}.bias")
     if weight.ndim != 2 or weight.shape[1] != inputs or (bias is not None and bias.shape != weight.shape[:1]):
         raise CheckpointError(checkpoint.path, [f"{name} has shape {list(weight.shape)}, and {inputs} inputs"])
@@ -75,7 +75,7 @@ def classifier(
 
     Raises:
         CheckpointError: a tensor of it is missing or misshapen.
-        UnsupportedConfig: config.json asks for an activation that is not known.
+        UnsupportedConfig: config.json names an unknown activation.
     """
     stages: list[Stage] = []
     width = hidden_size
@@ -106,15 +106,15 @@ def _norm_eps(fields: Mapping[str, Any]) -> float:
 
 
 def difference(checkpoint: Checkpoint, name: str, yes: int, no: int) -> Pooler:
-    """The score of a model that would answer yes or no: the share of "yes" between the two is a sigmoid of how much
-    likelier it is. `name` is the output matrix."""
+    """The score of a model that would answer yes or no: the probability of "yes" among the two is a sigmoid of the
+    difference of their logits. `name` is the output matrix."""
     weight = tensor(checkpoint, name)
     row = np.ascontiguousarray(weight[yes] - weight[no])[None]
     return Pooler(ways=("last",), stages=(Dense(row),), width=1, outputs=(CLASSIFY,), activation="sigmoid")
 
 
 def activation_of(fields: Mapping[str, Any], num_labels: int) -> str:
-    """Of scores. What sentence-transformers has written down wins; raises UnsupportedConfig for what is not known."""
+    """The activation of scores. sentence-transformers' setting wins; raises UnsupportedConfig for an unknown one."""
     nested = fields.get("sentence_transformers")
     nested = nested.get("activation_fn") if isinstance(nested, dict) else None
     named = nested or fields.get("sbert_ce_default_activation_function")

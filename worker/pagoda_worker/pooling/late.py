@@ -1,4 +1,4 @@
-"""The pooler of late interaction, as a checkpoint's files have it; see `pagoda_proto.pooling.late`."""
+"""The pooler of late interaction, as a checkpoint's files define it; see `pagoda_proto.pooling.late`."""
 
 from __future__ import annotations
 

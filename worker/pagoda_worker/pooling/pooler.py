@@ -1,4 +1,4 @@
-"""What one model makes of a prompt's hidden states; of that a request changes what `PoolingParams` says."""
+"""Turns a prompt's hidden states into a model's output; a request's `PoolingParams` may adjust it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from pagoda_worker.sampling.sampler import NOT_A_NUMBER, Fault
 
 @dataclass(frozen=True, kw_only=True)
 class Pooler:
-    """`ways` are how vectors of tokens become one, side by side if there are several; `stages` are what follows, and of
-    a model with a head its scores.
+    """`ways` pool the vectors of tokens into one, concatenated if there are several; `stages` follow, and give the
+    scores of a model with a head.
 
     Attributes:
         width: Numbers of a vector, or labels.
-        outputs: What it gives; see `pagoda_proto.pooling.params`.
-        normalizes: Whether vectors have length 1 where the request does not say.
+        outputs: Supported outputs; see `pagoda_proto.pooling.params`.
+        normalizes: Whether vectors have length 1 unless the request says otherwise.
         skips: Whether a mean leaves out an instruction at the front.
         activation: Of scores.
-        marks: Tokens that late interaction knows; None for other models.
-        filled: Tokens that its queries are filled up to.
+        marks: Special tokens of late interaction; None for other models.
+        filled: Token count that its queries are padded to.
     """
 
     ways: tuple[str, ...]
@@ -58,7 +58,7 @@ class Pooler:
         return self.ways != ("last",) or TOKEN_EMBED in self.outputs
 
     def digest(self) -> bytes:
-        """Of all that a vector depends on here."""
+        """A digest of everything here that a vector depends on."""
         told = sha256(repr((self.ways, self.outputs, self.normalizes, self.skips, self.activation)).encode())
         if self.marks is not None:
             told.update(repr((self.marks.query, self.marks.document, sorted(self.marks.skipped))).encode())
@@ -68,7 +68,7 @@ class Pooler:
         return told.digest()
 
     def read(self, states: Floats, params: PoolingParams, token_ids: Sequence[int] = ()) -> bytes | Fault:
-        """states [T, H] of a whole prompt, or of its end where only the last is looked at -> see `RowOutput.pooled`.
+        """states [T, H] of a whole prompt, or of its end if only the last token is needed -> see `RowOutput.pooled`.
         `token_ids` are the prompt's."""
         if params.unseen and (params.second_start or len(states)) > self.filled:
             return Fault(ErrorCode.INVALID_ARGUMENT, f"unseen: queries are filled up to {self.filled} tokens")
@@ -110,7 +110,7 @@ class Pooler:
 
 
 def widest(stages: Sequence[Stage], width: int) -> int:
-    """How many numbers come of so many."""
+    """The width after `stages`, given the width before them."""
     for stage in stages:
         weight = getattr(stage, "weight", None)
         width = width if weight is None or weight.ndim < 2 else weight.shape[0]

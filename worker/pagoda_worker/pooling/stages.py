@@ -1,7 +1,7 @@
-"""A vector is made of hidden states in stages, one row at a time and in float32, so that its bits are its row's alone.
+"""Stages from hidden states to a vector, one row at a time in float32, so that a row's bits depend on that row alone.
 
-Products are sums of elementwise products, and not calls of a matrix library: how that one adds up may depend on its
-threads. What is multiplied here are a few vectors per text.
+Products are sums of elementwise products instead of calls of a matrix library, whose order of summation may depend on
+its threads. There are only a few vectors per text to multiply.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Stage = Callable[[Floats], Floats]
 
 
 def cls(states: Floats) -> Floats:
-    """states [T, H] -> [H], as all ways to pool."""
+    """states [T, H] -> [H], like all ways to pool."""
     found: Floats = states[0]
     return found
 
@@ -40,7 +40,7 @@ def mean_sqrt_len(states: Floats) -> Floats:
 
 
 def weighted_mean(states: Floats) -> Floats:
-    """By position, from 1 (arXiv 2202.08904)."""
+    """Weighted by position, from 1 (arXiv 2202.08904)."""
     weights = np.arange(1, len(states) + 1, dtype=np.float32)
     found: Floats = _sum(states * weights[:, None]) / weights.sum()
     return found
@@ -107,13 +107,13 @@ class LayerNorm:
 
 
 def max_sim(query: Floats, document: Floats) -> Floats:
-    """vectors [Q, N] and [D, N] -> [1]: how alike each of the first is to its likest of the second, summed in order."""
+    """[Q, N] and [D, N] -> [1]: each query vector's similarity to its closest document vector, summed in order."""
     best = [np.add.reduce(document * one, axis=1).max(initial=-1.0) for one in query]
     return np.array([np.add.reduce(np.array(best, np.float32))], np.float32)
 
 
 def normalized(vectors: Floats) -> Floats:
-    """Of length 1; zeros stay."""
+    """Scaled to length 1; zeros stay."""
     lengths = np.sqrt(np.add.reduce(np.square(vectors), axis=-1, keepdims=True))
     found: Floats = (vectors / np.maximum(lengths, np.float32(1e-12))).astype(np.float32)
     return found
