@@ -1,8 +1,8 @@
-"""What the store said lately is taken for what it would say; who asks the same thing at once asks once.
+"""Caches answers of the store; concurrent callers that ask for the same name share one lookup.
 
-An answer is good for `KEY_FRESH_S`. After that the store is asked again, and while it does not answer, the last answer
-stands for as long as the caller of this class allows: one request waits `KEY_LOOKUP_S` for it, others not at all. That
-there is nothing is not kept that long: what has been made since must not be refused because the store is gone.
+An answer is valid for `KEY_FRESH_S`. After that the store is asked again. While it does not answer, the last answer
+stands for `stale_s`: one request waits `KEY_LOOKUP_S` for the store, later ones not at all. A negative answer does not
+stand that long: a key made since must not be refused because the store is unreachable.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 MOST_KEPT = 65536
-MOST_ABSENT = 4096  # strangers make these up
-MOST_ASKING = 256  # for names that strangers may have made up
+MOST_ABSENT = 4096  # names that strangers may make up
+MOST_ASKING = 256  # concurrent lookups of names that strangers may have made up
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer(Generic[T]):
-    """`error`: there is none."""
+    """`error`: the lookup failed."""
 
     at: float
     value: T | None = None
@@ -33,7 +33,7 @@ class _Answer(Generic[T]):
 
 
 class Answers(Generic[T]):
-    """`ask` gives the thing of a name, None where there is none, or raises PagodaError. `now`: a monotonic clock."""
+    """`ask` looks up a name; it returns None if there is nothing, or raises PagodaError. `now` is a monotonic clock."""
 
     def __init__(
         self, ask: Callable[[str], Awaitable[T | None]], now: Callable[[], float], stale_s: float = times.KEY_STALE_S
@@ -44,11 +44,11 @@ class Answers(Generic[T]):
         self._kept: OrderedDict[str, _Answer[T]] = OrderedDict()
         self._absent: OrderedDict[str, _Answer[T]] = OrderedDict()
         self._asking: dict[str, asyncio.Task[_Answer[T]]] = {}
-        self._failed_at = -float("inf")  # .. to answer, or to do so in time
-        self.began = False  # whether there ever was an answer
+        self._failed_at = -float("inf")  # when the store last failed, or was too slow
+        self.began = False  # whether the store has ever answered
 
     async def of(self, name: str) -> T | None:
-        """Raises PagodaError where the store does not say, and has not said lately enough."""
+        """Raises PagodaError if the store does not answer and no recent answer stands."""
         known = self._kept.get(name) or self._absent.get(name)
         age_s = float("inf") if known is None else self._now() - known.at
         if known is not None and age_s < times.KEY_FRESH_S:
@@ -70,8 +70,8 @@ class Answers(Generic[T]):
         raise PagodaError(ErrorCode.UNAVAILABLE, why, None, retry_after_s)
 
     def _asked(self, name: str) -> asyncio.Task[_Answer[T]]:
-        """The one task that asks this; who waits for it may leave, it goes on. What is known is asked about however
-        many strangers ask: of such there are only so many."""
+        """The one task that looks up this name; it continues if its waiters leave. Only lookups of unknown names are
+        limited in number, so strangers cannot block those of known ones."""
         task = self._asking.get(name)
         if task is None:
             if len(self._asking) >= MOST_ASKING and name not in self._kept:
@@ -81,7 +81,7 @@ class Answers(Generic[T]):
         return task
 
     async def _look_up(self, name: str) -> _Answer[T]:
-        at = self._now()  # what the store says is of some time after this
+        at = self._now()  # the answer is at least as recent as this
         try:
             answer = _Answer(at, await self._ask(name))
         except PagodaError as error:

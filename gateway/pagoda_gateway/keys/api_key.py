@@ -1,7 +1,7 @@
-"""A key is two things: an id that anybody may see, and bits that nobody keeps, of which the record has the digest.
+"""A key consists of a public id and a secret that is never stored; the record holds a digest of the key.
 
-The bits are random, 256 of them, so a plain SHA-256 of the key gives nothing away. What a client shows names its record
-by the id; whether it is that key is said by comparing digests in constant time.
+The secret has 256 random bits, so a plain SHA-256 of the key reveals nothing. The id finds the record of a key that a
+client presents; digests are compared in constant time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ID = re.compile(r"key_[0-9a-f]{16}")
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The record of a key; `digest` in hex, `models` as in `Grant`, times in Unix seconds.
+    """The record of a key; `digest` is in hex, `models` as in `Grant`, times in Unix seconds.
 
-    One with a field that this version does not know may be more narrow than it can see, so it is not read at all.
+    An unknown field may restrict the key in a way that this version cannot see, so such a record is rejected.
     """
 
     id: str
@@ -45,7 +45,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
     @property
     def shown(self) -> str:
-        """What lists have of the key itself."""
+        """The part of the key that lists show."""
         return f"{PREFIX}{self.id.removeprefix('key_')}-.."
 
     def state(self, now: float) -> str:
@@ -56,7 +56,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
 
 class NewKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for. Raises InvalidParams, whoever asks."""
+    """A request for a new key. The constructor raises InvalidParams."""
 
     name: str
     role: Role = Role.CLIENT
@@ -100,11 +100,11 @@ def digest_of(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()
 
 
-NO_DIGEST = digest_of(b"")  # what is compared where there is no record, so that this takes as long
+NO_DIGEST = digest_of(b"")  # compared if there is no record, so that this takes as long
 
 
 def id_of(key: bytes) -> str | None:
-    """None for what is no key of ours."""
+    """None if it does not have the form of our keys."""
     found = _KEY.fullmatch(key)
     return None if found is None else f"key_{found[1].decode()}"
 

@@ -1,16 +1,16 @@
-"""A bucket is full after a minute without use, and may be owed: what is taken is known only afterwards.
+"""A token bucket that refills within a minute and may go into debt, because usage is known only afterwards.
 
-Who finds it short is told after how long it will not be. Pure: `now` is any monotonic clock, in seconds.
+A caller that finds too little is told how long to wait. Pure: `now` is any monotonic clock, in seconds.
 """
 
 from __future__ import annotations
 
 MINUTE_S = 60.0
-ROUNDING = 1e-6  # who waited for as long as told is not told to wait again
+ROUNDING = 1e-6  # so that a caller that has waited as told need not wait again
 
 
 class Bucket:
-    """`per_minute` is what it holds, and what flows into it in a minute; at least 1."""
+    """`per_minute`, at least 1, is both its capacity and its refill per minute."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -18,18 +18,18 @@ class Bucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """Below 0 for as long as more was taken than had flowed in."""
+        """Below 0 while it is in debt."""
         if now > self._at:
             self._level = min(float(self.per_minute), self._level + (now - self._at) * self.per_minute / MINUTE_S)
             self._at = now
         return self._level
 
     def take(self, amount: float, now: float) -> None:
-        """What is negative is given back."""
+        """A negative amount is given back."""
         self._level = min(float(self.per_minute), self.level(now) - amount)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """How long until there is so much, if nothing is taken meanwhile; `amount` is at most what it holds."""
+        """Seconds until `amount` is available, if nothing is taken meanwhile; `amount` is at most the capacity."""
         short = amount - self.level(now)
         return short * MINUTE_S / self.per_minute if short > ROUNDING else 0.0
 
@@ -37,5 +37,5 @@ class Bucket:
         return max(0, int(self.level(now)))
 
     def reset_s(self, now: float) -> float:
-        """How long until it is full."""
+        """Seconds until it is full."""
         return self.wait_s(self.per_minute, now)

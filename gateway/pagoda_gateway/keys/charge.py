@@ -1,4 +1,4 @@
-"""A run is charged to its key once: what it takes of the quota while it runs, and what it used when it is over."""
+"""Charges a run to its key: against the quota while it runs, and to the usage, once, when it is over."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pagoda_proto.records import Usage
 
 
 class Charge:
-    """`begin` it before the run is submitted, say `taken` once an engine core has it, and `end` it with the run. A run
-    that no engine core took has used nothing.
+    """Call `begin` before the run is submitted, `taken` once an engine core has accepted it, and `end` with the run. A
+    run that no engine core accepted has used nothing.
     """
 
     def __init__(self, quota: Quota, ledger: UsageLedger, tenant: str, model: str) -> None:
@@ -26,7 +26,7 @@ class Charge:
         self._quota.check_prompt(num_prompt_tokens)
 
     def begin(self, usage: Callable[[], Usage]) -> None:
-        """`usage` is the run's so far."""
+        """`usage` returns the run's usage so far."""
         self._quota.begin(self, usage().prompt_tokens, lambda: usage().output_tokens)
 
     def taken(self) -> None:
@@ -37,7 +37,7 @@ class Charge:
         self.count(usage)
 
     def release(self, usage: Usage) -> None:
-        """The run is over here; whether it is counted here is to be seen."""
+        """The run is over here; the caller decides later whether to `count` it."""
         self._quota.end(self, give_back=0 if self._taken else usage.prompt_tokens)
 
     def count(self, usage: Usage) -> None:

@@ -1,7 +1,6 @@
-"""What a key allows is plain data that goes with its requests: rights, models, limits. Here it is asked.
+"""What a key allows, checked here: rights, models and limits, as plain data that travels with its requests.
 
-A path is anybody's with the right that it needs, and it needs USE unless it is named here; so a route that nobody has
-thought of is no operator's.
+A path needs the right listed for it here, and otherwise USE, so an unlisted route is never an operator's.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 
 class Right(StrEnum):
-    USE = "use"  # ask the model, and see what is one's own
-    WATCH = "watch"  # numbers of all together, in which nobody's request is seen
-    MANAGE = "manage"  # keys, and what each of them used
-    LOAD = "load"  # adapters, for everybody
+    USE = "use"  # call the model, and see one's own data
+    WATCH = "watch"  # see aggregate numbers, which reveal no single request
+    MANAGE = "manage"  # manage keys, and see the usage of each
+    LOAD = "load"  # load adapters, for everybody
 
 
 class Role(StrEnum):
@@ -35,7 +34,7 @@ RIGHTS: Mapping[Role, frozenset[Right]] = {
 }
 ADMIN_PATH = "/v1/admin"
 LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-NEEDED: Mapping[str, frozenset[Right]] = {  # any of these, at the path and below it
+NEEDED: Mapping[str, frozenset[Right]] = {  # any of these rights, for the path and everything below it
     ADMIN_PATH: frozenset({Right.MANAGE}),
     LOAD_PATH: frozenset({Right.LOAD}),
     UNLOAD_PATH: frozenset({Right.LOAD}),
@@ -47,7 +46,7 @@ _USE = frozenset({Right.USE})
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a key may ask of one gateway; 0 is without limit, None as the gateway's options say."""
+    """A key's limits in one gateway; 0 means no limit, None the default from the gateway's options."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -64,7 +63,7 @@ NO_LIMITS = Limits(**dict.fromkeys(LIMITS, 0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """`models`: names that requests may use, those of adapters too; None for all. `weight`: its share where
+    """`models`: names that requests may use, including adapters; None for all. `weight`: the tenant's share where
     tenants take turns."""
 
     rights: frozenset[Right]
@@ -84,5 +83,5 @@ class Grant:
             raise PagodaError(ErrorCode.FORBIDDEN, f"this needs an API key of the role {names}")
 
 
-# Where there are no keys; to make the first is no stranger's.
+# For a server without keys; creating the first key is not open to strangers.
 ANYBODY = Grant(rights=frozenset({Right.USE, Right.WATCH, Right.LOAD}))

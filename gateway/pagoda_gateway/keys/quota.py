@@ -1,9 +1,9 @@
-"""What is left of a key's limits in this gateway: a request is counted when it comes, its prompt when it is known, and
+"""What is left of a key's limits in this gateway: a request counts when it arrives, its prompt when it is known, and
 its output as it grows.
 
-Output is read off the runs of a key when the key is next looked at, so a token costs nothing here. Nothing is reserved
-for what a request may yet ask: a key whose output was more than it had is refused until that has flowed in again. So
-what is over the limit at most is the output of the requests that were open, of which there is a limit too.
+Output is read off a key's runs when the key is next examined, so a token costs nothing here. Nothing is reserved for
+future output: a key that has used more than it had is refused until the bucket has refilled. So the excess is at most
+the output of the requests that were open, whose number is limited too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagoda_gateway.keys.buckets import Bucket
 from pagoda_gateway.keys.grants import NO_LIMITS, Limits
 from pagoda_proto.errors import ErrorCode, PagodaError
 
-CONCURRENT_RETRY_S = 1.0  # nobody knows when one of the open requests ends
+CONCURRENT_RETRY_S = 1.0  # a guess: when an open request will end is unknown
 SWEPT_ABOVE = 1024
 
 
@@ -25,7 +25,7 @@ REQUESTS, TOKENS = NAMES = ("requests", "tokens")
 
 
 class Left(NamedTuple):
-    """Of one limit, which is one a minute and has one of NAMES; `reset_s`: until all of it is there again."""
+    """The state of one per-minute limit; `name` is one of NAMES, `reset_s` the time until it is fully available."""
 
     name: str
     limit: int
@@ -34,7 +34,7 @@ class Left(NamedTuple):
 
 
 class Quota:
-    """Of one key. `now`: a monotonic clock."""
+    """The quota of one key. `now` is a monotonic clock."""
 
     def __init__(self, limits: Limits, now: Callable[[], float]) -> None:
         self.limits = limits
@@ -46,7 +46,7 @@ class Quota:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Around a request. Raises PagodaError RATE_LIMITED, then nothing is counted."""
+        """Wraps a request. Raises PagodaError RATE_LIMITED; then nothing is counted."""
         self._check_request()
         if self._requests is not None:
             self._requests.take(1, self._now())
@@ -68,7 +68,7 @@ class Quota:
             raise _refused(f"{limits.concurrent_requests} requests at once", CONCURRENT_RETRY_S)
 
     def check_prompt(self, num_prompt_tokens: int) -> None:
-        """Raises PagodaError RATE_LIMITED, or REQUEST_TOO_LARGE for a prompt that the limit never has room for."""
+        """Raises PagodaError RATE_LIMITED, or REQUEST_TOO_LARGE for a prompt larger than the whole limit."""
         if self._tokens is None:
             return
         self._take_output()
@@ -80,13 +80,13 @@ class Quota:
             raise _refused(f"{limit} tokens a minute, and the prompt has {num_prompt_tokens}", wait_s)
 
     def begin(self, run: object, num_prompt_tokens: int, num_output: Callable[[], int]) -> None:
-        """Count a run's prompt, and from now on its output; then `end` is called in any case."""
+        """Count a run's prompt, and from now on its output; the caller must then call `end`."""
         if self._tokens is not None:
             self._tokens.take(num_prompt_tokens, self._now())
             self._growing[run] = num_output, 0
 
     def end(self, run: object, give_back: int = 0) -> None:
-        """`give_back` of a prompt that nobody computed."""
+        """`give_back`: tokens of a prompt that was never computed."""
         self._take_output()
         if self._growing.pop(run, None) is not None and self._tokens is not None:
             self._tokens.take(-give_back, self._now())
@@ -100,7 +100,7 @@ class Quota:
             self._tokens.take(count - taken, self._now())
 
     def left(self) -> list[Left]:
-        """Of limits a minute that there are."""
+        """The state of each per-minute limit that is set."""
         self._take_output()
         now, buckets = self._now(), ((REQUESTS, self._requests), (TOKENS, self._tokens))
         return [
@@ -115,11 +115,11 @@ class Quota:
 
 
 class Quotas:
-    """Of all keys, by tenant; one that is as new is the same as none."""
+    """The quotas of all keys, by tenant; an unused one may be dropped, since a new one is the same."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self.none = Quota(NO_LIMITS, now)  # counts nothing, so it is everybody's who has no limits
+        self.none = Quota(NO_LIMITS, now)  # counts nothing, so all keys without limits share it
         self._by_tenant: dict[str, Quota] = {}
         self._most = SWEPT_ABOVE
 
@@ -133,7 +133,7 @@ class Quotas:
         return found
 
     def known(self, tenant: str) -> Quota:
-        """Of a tenant whose limits nobody tells; without any, where it has not asked here lately."""
+        """The quota of a tenant whose limits are not at hand; one without limits if it made no request here lately."""
         return self._by_tenant.get(tenant, self.none)
 
     def _keep(self, tenant: str, quota: Quota) -> None:

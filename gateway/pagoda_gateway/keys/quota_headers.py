@@ -1,4 +1,4 @@
-"""What is left of a key's limits, in the headers that clients of each API know."""
+"""What is left of a key's limits, as the response headers of each API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagoda_gateway.keys.quota import NAMES, Left
 
 Headers = list[tuple[bytes, bytes]]
 QuotaHeaders = Callable[[Sequence[Left], float], Headers]
-"""Made of what is left, and of the time in Unix seconds."""
+"""Takes what is left, and the time in Unix seconds."""
 
 OPENAI = "x-ratelimit-{part}-{name}"
 ANTHROPIC = "anthropic-ratelimit-{name}-{part}"
@@ -18,17 +18,17 @@ PARTS = ("limit", "remaining", "reset")
 
 
 def all_names() -> list[str]:
-    """Of all of these headers."""
+    """The names of all these headers."""
     return [form.format(name=name, part=part) for form in (OPENAI, ANTHROPIC) for name in NAMES for part in PARTS]
 
 
 def openai_quota_headers(left: Sequence[Left], now: float) -> Headers:
-    """When all will be there again is said as a span, such as 6m0.5s."""
+    """The reset time is a duration, such as 6m0.5s."""
     return _headers(OPENAI, left, lambda one: _span(one.reset_s))
 
 
 def anthropic_quota_headers(left: Sequence[Left], now: float) -> Headers:
-    """When all will be there again is said as a time of day, by RFC 3339."""
+    """The reset time is a timestamp as in RFC 3339."""
     return _headers(ANTHROPIC, left, lambda one: _time(now + one.reset_s))
 
 
@@ -41,7 +41,7 @@ def _headers(form: str, left: Sequence[Left], reset: Callable[[Left], str]) -> H
 
 
 def _span(seconds: float) -> str:
-    """Milliseconds are enough, and never too few."""
+    """In milliseconds, rounded up."""
     ms = math.ceil(seconds * 1000)
     if ms < 1000:
         return f"{ms}ms"

@@ -1,4 +1,4 @@
-"""Keys in the store. A key that is revoked stays there as such: who has had keys never opens to everybody again."""
+"""Keys in the store. A revoked key stays as a record, so a server that has had keys never becomes open again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagoda_gateway.store.interface import ABSENT, Conflict, Record, Store, deco
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 KEYS = "api_keys"
-OWNER = ""  # of all of them
+OWNER = ""  # the owner of all key records
 
 
 class KeyPage(NamedTuple):
@@ -22,14 +22,14 @@ class KeyPage(NamedTuple):
 
 
 class KeyRegister:
-    """`clock`: Unix seconds. All methods raise PagodaError UNAVAILABLE as the store does."""
+    """`clock` returns Unix seconds. All methods raise PagodaError UNAVAILABLE as the store does."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._clock = clock
 
     async def create(self, asked: NewKey) -> tuple[ApiKey, str]:
-        """The record, and the key itself, which is kept nowhere. Raises InvalidParams."""
+        """Returns the record, and the key itself, which is stored nowhere. Raises InvalidParams."""
         key, text = asked.made(self._clock())
         await self._store.put(KEYS, key.id, msgspec.json.encode(key), owner=OWNER, expect=ABSENT)
         return key, text
@@ -43,7 +43,7 @@ class KeyRegister:
         return bool((await self._store.page(KEYS, OWNER, limit=1)).records)
 
     async def page(self, *, limit: int, after: str | None = None, newest_first: bool = True) -> KeyPage:
-        """Raises PagodaError NOT_FOUND where there is no key `after`."""
+        """Raises PagodaError NOT_FOUND if there is no key `after`."""
         reached = None if after is None else (await self._record(after)).position
         page = await self._store.page(KEYS, OWNER, limit=limit, after=reached, newest_first=newest_first)
         return KeyPage([_read(record) for record in page.records], page.more)
@@ -53,7 +53,7 @@ class KeyRegister:
         return _read(await self._record(key_id))
 
     async def revoke(self, key_id: str) -> ApiKey:
-        """The key as it is then; one that was revoked before stays as it is. Raises PagodaError NOT_FOUND."""
+        """Returns the revoked key; one that was revoked before is unchanged. Raises PagodaError NOT_FOUND."""
         while True:
             record = await self._record(key_id)
             key = _read(record)
@@ -74,5 +74,5 @@ class KeyRegister:
 
 
 def _read(record: Record) -> ApiKey:
-    """What cannot be read opens nothing, and may be of a later version: it is asked for again."""
+    """A record that cannot be read, perhaps because a later version wrote it, raises Unreadable and opens nothing."""
     return decoded(record.key, record.value, ApiKey)

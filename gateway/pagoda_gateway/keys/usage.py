@@ -1,8 +1,8 @@
-"""What each key used, by day and model: counted here at once, and in the store a few seconds later.
+"""The usage of each key, by day and model: counted here at once, and in the store a few seconds later.
 
-A life of a gateway writes totals of its own into records that nobody else writes, so writing one again changes nothing
-and no two gateways wait for each other; what a key used is the sum over the records of its day. What is not written yet
-when a gateway is killed is lost: at most `USAGE_FLUSH_S` of it, while the store can be reached. Days are those of UTC.
+Each life of a gateway writes its totals into records that nobody else writes, so writing one again changes nothing and
+gateways never wait for each other; a key's usage is the sum over a day's records. A gateway that is killed loses what
+it has not written yet: at most `USAGE_FLUSH_S` worth, while the store is reachable. Days are in UTC.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 USAGE, TENANTS = "usage", "usage_tenants"
 DAY_S = 86400.0
 KEPT_DAYS = 400
-LATE_DAYS = 7  # a store may have been gone for so long, and records been written after those of later days
+LATE_DAYS = 7  # after an outage of the store, records may be written this much later, behind those of later days
 
 
 class Counts(msgspec.Struct, omit_defaults=True):
@@ -42,7 +42,7 @@ class Counts(msgspec.Struct, omit_defaults=True):
 
 
 class UsageRow(NamedTuple):
-    """`day` as in ISO 8601."""
+    """`day` is in ISO 8601."""
 
     day: str
     tenant: str
@@ -54,21 +54,21 @@ _Models = dict[str, Counts]
 
 
 class UsageLedger:
-    """`count` is told of a run's end; `start` and `aclose` belong to the process. `clock`: Unix seconds."""
+    """Call `count` at a run's end; the process calls `start` and `aclose`. `clock` returns Unix seconds."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._clock = clock
         self._life = secrets.token_hex(6)
-        self._totals: dict[tuple[str, str], _Models] = {}  # by day and tenant
+        self._totals: dict[tuple[str, str], _Models] = {}  # per day and tenant
         self._unwritten: set[tuple[str, str]] = set()
         self._listed: set[str] = set()
-        self._versions: dict[tuple[str, str], int] = {}  # of what was written
-        self._flushing = asyncio.Lock()  # or an older total might be written after a newer one
+        self._versions: dict[tuple[str, str], int] = {}  # of the records written
+        self._flushing = asyncio.Lock()  # otherwise an older total might be written after a newer one
         self._task: asyncio.Task[None] | None = None
 
     def count(self, tenant: str, model: str, usage: Usage) -> None:
-        """One request; nothing here can fail or wait."""
+        """Count one request. Never fails or waits."""
         place = self._today().isoformat(), tenant
         counts = self._totals.setdefault(place, {}).setdefault(model, Counts())
         counts.add(Counts(1, usage.prompt_tokens, usage.cached_prompt_tokens, usage.output_tokens))
@@ -81,7 +81,7 @@ class UsageLedger:
         self._task = asyncio.create_task(self._run(), name="usage")
 
     async def aclose(self) -> None:
-        """Write what is left, if the store takes it."""
+        """Write what is left, if the store accepts it."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -102,7 +102,7 @@ class UsageLedger:
                 logger.exception("what keys used was not written; it is tried again")
 
     async def flush(self) -> None:
-        """Write what was counted since the last time. Raises PagodaError; what is not written yet stays."""
+        """Write what was counted since the last flush. Raises PagodaError; what is not written yet stays queued."""
         async with self._flushing:
             for place in sorted(self._unwritten):
                 await self._write(place)
@@ -113,14 +113,14 @@ class UsageLedger:
         if tenant not in self._listed:
             await self._store.put(TENANTS, f"tenant.{tenant}", tenant.encode())
             self._listed.add(tenant)
-        self._unwritten.discard(place)  # what is counted while it is being written comes with the next
+        self._unwritten.discard(place)  # counts added while it is being written mark it again
         value = msgspec.json.encode(self._totals[place])
         expires_at = self._clock() + KEPT_DAYS * DAY_S
         key, known = f"{day}.{tenant}.{self._life}", self._versions.pop(place, None)
         try:
             put = self._store.put(USAGE, key, value, owner=tenant, expect=known, expires_at=expires_at)
             self._versions[place] = await put
-        except Conflict:  # nobody else writes it: the store has lost what it had
+        except Conflict:  # nobody else writes this record, so the store has lost its data
             self._listed.clear()
             self._versions.clear()
             self._unwritten |= self._totals.keys()
@@ -129,19 +129,19 @@ class UsageLedger:
             raise
 
     def _forget(self) -> None:
-        """Past days, which nobody adds to."""
+        """Drop the totals of past days, which no longer change."""
         today = self._today().isoformat()
         for place in [place for place in self._totals if place[0] < today and place not in self._unwritten]:
             del self._totals[place]
             self._versions.pop(place, None)
 
     async def tenants(self) -> list[str]:
-        """All who used something. Raises PagodaError."""
+        """All tenants with usage. Raises PagodaError."""
         await self.flush()
         return [record.value.decode() for record in await self._all(TENANTS, "", lambda record: False)]
 
     async def rows(self, tenants: Iterable[str], first: date, last: date) -> list[UsageRow]:
-        """By day, tenant and model, of all gateways; this one's is up to date. Raises PagodaError."""
+        """Usage of all gateways by day, tenant and model; this gateway's part is up to date. Raises PagodaError."""
         await self.flush()
         sums: dict[tuple[str, str, str], Counts] = {}
         too_old = days_before(first, LATE_DAYS).isoformat()
@@ -154,7 +154,7 @@ class UsageLedger:
         return [UsageRow(*place, counts) for place, counts in sorted(sums.items())]
 
     async def _all(self, collection: str, owner: str, until: Callable[[Record], bool]) -> list[Record]:
-        """Newest first."""
+        """Records newest first, up to the page that ends with one for which `until` holds."""
         found: list[Record] = []
         after = None
         while True:
@@ -166,7 +166,7 @@ class UsageLedger:
 
 
 def days_before(day: date, days: int) -> date:
-    """Or the first day that there is."""
+    """`days` earlier, but no earlier than the first day that `date` can hold."""
     return date.fromordinal(max(1, day.toordinal() - days))
 
 
