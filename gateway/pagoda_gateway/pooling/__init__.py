@@ -1,1 +1,1 @@
-"""What is asked of models that read: texts to records, records to vectors and scores, whatever API asked."""
+"""Requests to embedding and scoring models, for every API: texts to records, records to vectors and scores."""

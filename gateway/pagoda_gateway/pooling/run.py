@@ -1,4 +1,4 @@
-"""Many inputs of one body are requests of their own, under one answer: all of them end well, or all are aborted."""
+"""Runs each input of a body as its own request, for one answer: all of them succeed, or all are aborted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import FinishReason, RequestRecord, Usage
 
 MAX_OPEN = 128
-"""Requests of one body that are open at once: enough to fill steps, and not the queue of all others."""
+"""Requests of one body that are open at once: enough to fill steps without filling the queue for everybody."""
 
 
 class PoolRun:
-    """`run` it once. `usage` is what was read so far."""
+    """`run` it once. `usage` counts all prompts, and the cached tokens so far."""
 
     def __init__(self, records: Sequence[RequestRecord]) -> None:
         self._records = records
@@ -27,10 +27,10 @@ class PoolRun:
         return Usage(prompt_tokens=tokens, cached_prompt_tokens=self._cached)
 
     async def run(self, engine: EngineClient, charge: Charge) -> list[bytes]:
-        """What came of each, in order. Whatever ends this early, nothing stays open.
+        """Returns the output of each record, in order. However it ends, no request stays open.
 
         Raises:
-            PagodaError: one of them failed, or was not admitted.
+            PagodaError: a request failed or was not admitted.
         """
         charge.begin(self.usage)
         left = iter(enumerate(self._records))

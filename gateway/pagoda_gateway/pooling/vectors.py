@@ -1,4 +1,4 @@
-"""Bytes of float32 as numbers, as base64, and how alike two vectors are."""
+"""Float32 bytes as numbers or base64, and the cosine similarity of two vectors."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def shown(data: bytes, encoding: str | None) -> Any:
 
 
 def of_tokens(data: bytes, token_ids: Sequence[int], marks: Marks | None) -> list[bytes]:
-    """Vectors of a text's tokens, in order, less those that late interaction leaves out."""
+    """The vectors of a text's tokens, in order, without those that late interaction leaves out."""
     size = len(data) // len(token_ids)
     kept = range(len(token_ids)) if marks is None else marks.kept(token_ids)
     return [data[place * size : (place + 1) * size] for place in kept]
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    """0 where one of them is nothing."""
+    """Cosine similarity; 0 if a vector is zero."""
     lengths = math.sqrt(math.fsum(x * x for x in one) * math.fsum(y * y for y in other))
     return math.fsum(x * y for x, y in zip(one, other, strict=True)) / lengths if lengths else 0.0
