@@ -1,22 +1,22 @@
 // Paged attention for prefill and decode in one kernel.
 //
-// Keys are attended to in splits of 256 tokens at absolute positions. Each split yields (max, sum, weighted values) from
-// scratch and the splits are merged left to right. Nothing in this depends on how a prompt was chunked or what else is in
-// the batch, so a row's bits are the same in prefill, in decode and after a prefix hit. Nor does it depend on who computes
-// a split: where there is little else to do, threads share a row's splits, and the last to be done merges them, in the
-// same order by the same arithmetic (see shares.h).
+// Keys are processed in splits of 256 tokens at absolute positions. Each split yields its own (max, sum, weighted values),
+// and the splits are merged left to right. None of this depends on how a prompt was chunked or what else is in the batch,
+// so a row's bits are the same in prefill, in decode and after a prefix cache hit. Nor does it matter which thread computes
+// a split: if there is little other work, threads share a row's splits, and the last to finish merges them in the same
+// order with the same arithmetic (see shares.h).
 #pragma once
 
 #include "attention_tiles.h"
 
 namespace PAGODA_NS {
 
-// The first token that somebody from `position` on sees, down to where a tile of scores may begin.
+// The first token seen from `position` on, rounded down to where a tile of scores may begin.
 PAGODA_INLINE int first_seen(const AttentionArgs& a, int position) {
   return a.window && position >= a.window ? (position - a.window + 1) / 32 * 32 : 0;
 }
 
-// The splits that lines see something of: [first, last).
+// The splits [first, last) that some line sees part of.
 struct Splits {
   int first, last;
 };
@@ -29,8 +29,8 @@ PAGODA_INLINE int tiles_of(const AttentionArgs& a, int count) {
   return (count + most - 1) / most;
 }
 
-// Calls f(view, rows) for the tiles of `count` gathered lines that see something of the split that begins at `from`.
-// Positions ascend, so a tile sees no less of the end than the one before it, and no more of the beginning.
+// Calls f(view, rows) for the tiles of `count` gathered lines that see part of the split that begins at `from`. Positions
+// ascend, so each tile's visible range begins and ends no earlier than that of the tile before it.
 template <typename F>
 PAGODA_INLINE void each_tile(const AttentionArgs& a, const AttentionScratch& s, int count, int from, F&& f) {
   const int tiles = tiles_of(a, count);
@@ -42,8 +42,8 @@ PAGODA_INLINE void each_tile(const AttentionArgs& a, const AttentionScratch& s, 
   }
 }
 
-// The tiles of `count` gathered lines over groups [first, last) of the split that begins at `from`, by weigh(view, rows) and
-// gain(view, rows, first dim, last dim).
+// Processes the tiles of `count` gathered lines over groups [first, last) of the split that begins at `from`, with
+// weigh(view, rows) and gain(view, rows, first dim, last dim).
 template <typename WEIGH, typename GAIN>
 PAGODA_INLINE void attend_tiles(const AttentionArgs& a, int count, int from, int first, int last, int end, AttentionScratch& s,
                                 WEIGH&& weigh, GAIN&& gain) {
@@ -57,17 +57,17 @@ PAGODA_INLINE void attend_tiles(const AttentionArgs& a, int count, int from, int
   }
 }
 
-// The gathered lines over one split.
+// Processes the gathered lines over one split.
 static void attend_split(const AttentionArgs& a, int count, const int32_t* table, int head, int split, const Part* part,
                          AttentionScratch& s) {
   const int begin = first_seen(a, s.position[0]), end = end_seen(a, s.position[count - 1], s.length), from = split * SPLIT;
   const int low = begin > from ? begin - from : 0, high = end - from < SPLIT ? end - from : SPLIT;
-  s.laid.next = SPLIT_GROUPS;  // nothing is to be laid out, unless somebody says so
+  s.laid.next = SPLIT_GROUPS;  // nothing to lay out, unless `lay_from` is called
   locate(a, table, head, from, low / 16, (high + 15) / 16, end, s.keys, s.values);
 #ifdef __AMX_BF16__
   if (by_tiles(a)) {
     const int many = tiles_of(a, count);
-    const Tiles tiles((count + many - 1) / many);  // of which some tiles may ask for one less
+    const Tiles tiles((count + many - 1) / many);  // some tiles may have one row less
     if (!kept_once(a)) gather_chunks(a, from, low / 16, (high + 15) / 16, end, s);
     return attend_tiles(
         a, count, from, low / 16, (high + 15) / 16, end, s,
@@ -91,17 +91,17 @@ static void attend_split(const AttentionArgs& a, int count, const int32_t* table
       });
 }
 
-// Items of one row and kv head: its lines, token by token, by LINES.
+// The number of items of a row and kv head: its lines, in token order, are cut into items of LINES.
 PAGODA_INLINE int items_per_head(const AttentionArgs& a, int row) {
   int lines = (a.query_starts[row + 1] - a.query_starts[row]) * (a.heads / a.kv.heads);
   return (lines + LINES - 1) / LINES;
 }
 
-// The lines of one item: of `row`, of those that share the kv head `head`, `count` from `from` on.
+// The lines of one item: `count` lines from `from` on, among those of `row` that share kv head `head`.
 struct Lines {
   int row, head, from, count, begin, group;
 
-  // Of line i in q and out.
+  // Offset of line i in q and out.
   PAGODA_INLINE_MEMBER size_t at(const AttentionArgs& a, int i) const {
     return ((size_t)(begin + (from + i) / group) * a.heads + head * group + (from + i) % group) * a.kv.dim;
   }
@@ -114,7 +114,7 @@ PAGODA_INLINE Lines lines_of(const AttentionArgs& a, int row, int item) {
   return {row, item % a.kv.heads, from, count, begin, group};
 }
 
-// A query as whole numbers of 16 bits; returns their scale, NaN if it has anything that is no number.
+// Quantises a query to 16-bit integers; returns their scale, NaN if any value is not finite.
 static float round_query(const uint16_t* q, int16_t* levels, int dim) {
   const float largest = largest_finite(q, dim);
   const f16 factor = short_factor(largest);
@@ -134,7 +134,7 @@ static void gather(const AttentionArgs& a, const Lines& lines, AttentionScratch&
   }
 }
 
-// Nothing is seen yet.
+// Initialises the running state: nothing seen yet.
 static void clear(const AttentionArgs& a, const Lines& lines, AttentionScratch& s) {
   for (int i = 0; i < lines.count; ++i) {
     s.top[i] = MASKED;
@@ -143,11 +143,11 @@ static void clear(const AttentionArgs& a, const Lines& lines, AttentionScratch& 
   }
 }
 
-// All is seen.
+// Normalises and writes the results, after all splits.
 static void finish(const AttentionArgs& a, const Lines& lines, const AttentionScratch& s) {
   for (int i = 0; i < lines.count; ++i) {
     float total = s.sum[i], rescale = 1.0f;
-    if (a.sinks) {  // one more column that has a weight but no value
+    if (a.sinks) {  // one more column, which has a weight but no value
       float sink = a.sinks[lines.head * lines.group + (lines.from + i) % lines.group];
       float top = s.top[i] > sink ? s.top[i] : sink;
       float both[16] = {s.top[i] - top, sink - top};

@@ -1,13 +1,13 @@
-// What some lines make of one split: scores, probabilities, and these times the values; by vectors. The matrix unit does the
-// same in attention_tiles.h.
+// Computes scores, probabilities, and probabilities times values for some lines over one split, with vector instructions.
+// attention_tiles.h does the same with the matrix unit.
 #pragma once
 
 #include "attention_once.h"
 
 namespace PAGODA_NS {
 
-// Products -> scores of lines [0, rows) and tokens [begin, end), masked unless all are seen by all, and each line's maxima
-// by lane.
+// Turns products into scores of lines [0, rows) and tokens [begin, end), masked unless every line sees all of them, and
+// updates each line's per-lane maxima.
 PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows, int begin, int end, bool seen_by_all,
                                 AttentionScratch& s) {
   for (int r = 0; r < rows; ++r)
@@ -26,7 +26,7 @@ PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows,
     }
 }
 
-// What is read a little later, at the same place of each group, PAST the caches or near.
+// Prefetches the same offset in each group of `ahead`; PAST: bypassing the caches.
 template <int GROUPS, bool PAST>
 PAGODA_INLINE void fetch(const uint32_t* const* ahead, size_t words) {
 #pragma GCC unroll 8
@@ -35,7 +35,7 @@ PAGODA_INLINE void fetch(const uint32_t* const* ahead, size_t words) {
     else prefetch(ahead[g] + words);
 }
 
-// A tile that fetches on its way. Either way is a loop of its own: the choice would cost every turn of one.
+// A tile that also prefetches. Each way to prefetch has its own loop, to keep the choice out of the iterations.
 template <typename NUMBERS, int ROWS, int GROUPS, typename ROWS_OF_A>
 PAGODA_INLINE void tile_fetching(ROWS_OF_A lines, const uint32_t* const* groups, const uint32_t* const* ahead, size_t stride,
                                  int words, bool past, typename NUMBERS::Sum (&acc)[ROWS][GROUPS]) {
@@ -45,7 +45,7 @@ PAGODA_INLINE void tile_fetching(ROWS_OF_A lines, const uint32_t* const* groups,
     tile<NUMBERS>(lines, groups, stride, words, acc, [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS, false>(ahead, k * stride); });
 }
 
-// Queries times keys, so many words of each. With few registers this is a function of its own, to have all of them.
+// Queries times keys, `words` words of each. If registers are few, this is a separate function, to have all of them.
 template <typename NUMBERS, int ROWS, int GROUPS>
 PAGODA_INLINE void multiply_inline(const void* q, const uint32_t* const* keys, const uint32_t* const* ahead, int words, bool past,
                                    typename NUMBERS::Sum (&acc)[ROWS][GROUPS]) {
@@ -116,14 +116,13 @@ static void split_scores(const AttentionArgs& a, const View& v, AttentionScratch
   for (int r = 0; r < ROWS; ++r) store(s.peaks[r], set1(MASKED));
   int t = v.first;
   constexpr int GROUPS = groups_of(ROWS, 2);
-  if constexpr (ROWS * 4 <= ACCUMULATORS)  // few rows need more columns to have enough chains of arithmetic
+  if constexpr (ROWS * 4 <= ACCUMULATORS)  // few rows need more columns for enough independent chains
     for (; t + 32 < v.last; t += 64) score_tile<NUMBERS, ROWS, 4>(a, v, t, s);
   for (; t < v.last; t += 16 * GROUPS) score_tile<NUMBERS, ROWS, GROUPS>(a, v, t, s);
 }
 
-// Scores of N lines -> bf16 probabilities relative to the split's own maximum, and the sum of these as they are rounded. A
-// line that sees nothing of the split has the sum 0. Two lines at once, because one alone waits for its own chain of
-// arithmetic.
+// Scores of N lines -> bf16 probabilities relative to the split's own maximum, and the sum of the rounded probabilities. A
+// line that sees nothing of the split has sum 0. Two lines at once, because one alone is bound by the latency of its chain.
 template <int N>
 PAGODA_INLINE void probabilities(const View& v, int r, AttentionScratch& s, const f16 (&shift)[N], f16 (&total)[N], Bf16) {
   for (int i = v.first - v.from; i < v.last - v.from; i += 16)
@@ -135,14 +134,14 @@ PAGODA_INLINE void probabilities(const View& v, int r, AttentionScratch& s, cons
     }
 }
 
-// The same times the scales of the values they will meet, as whole numbers; the sum is of what they were before.
+// The same, but probabilities are multiplied by the scales of their values and quantised; the sum is taken before that.
 template <int N>
 PAGODA_INLINE void probabilities(const View& v, int r, AttentionScratch& s, const f16 (&shift)[N], f16 (&total)[N], Int16Bytes) {
   const int begin = v.first - v.from, end = v.last - v.from;
   f16 most[N], poison[N];
   for (int n = 0; n < N; ++n) most[n] = poison[n] = zero();
   for (int i = begin; i < end; i += 16) {
-    // Nobody has written a scale for the tokens after the last: what lies there must not meet a probability of 0 as NaN.
+    // Scales past the last token were never written: a stale NaN must not be multiplied by a probability of 0.
     const f16 scale = keep_below(load(s.values.scales[i / 16]), v.from + i, v.last, zero());
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) {
@@ -150,7 +149,7 @@ PAGODA_INLINE void probabilities(const View& v, int r, AttentionScratch& s, cons
       store(&s.scores[r + n][i], scaled);
       total[n] = total[n] + p;
       most[n] = max(most[n], scaled);
-      poison[n] = poison[n] + scaled * zero();  // NaN if a scale is no number
+      poison[n] = poison[n] + scaled * zero();  // NaN if a scale is not finite
     }
   }
   for (int n = 0; n < N; ++n) {
@@ -173,19 +172,19 @@ static void split_softmax(const View& v, int r, AttentionScratch& s, float* top,
   for (int n = 0; n < N; ++n) sum_out[n] = sum(total[n]);
 }
 
-// What lines make of one split, apart from what they make of others.
+// The results of lines over one split, kept separate from those over other splits.
 struct Part {
   float *top, *sum;  // [lines]
   float* values;     // [lines, dim]
 };
 
-// A split's values beside the running ones, of line r of a tile; the same wherever they are merged.
+// Merges a split's weighted values into the running ones of a line; the same arithmetic wherever they are merged.
 PAGODA_INLINE void merge_values(float* run, f16 split, float scale_old, float scale_new) {
   store(run, load(run) * set1(scale_old) + split * set1(scale_new));
 }
 
-// Probabilities of a split times its values, for GROUPS x 16 dims from `dim_first` on, into the running accumulators, or
-// into `part` as they are. A function of its own, too.
+// Probabilities of a split times its values, for GROUPS x 16 dims from `dim_first` on, merged into the running accumulators
+// or stored to `part` as they are. Not inlined either.
 template <typename NUMBERS, int ROWS, int GROUPS>
 static __attribute__((noinline)) void split_values(const AttentionArgs& a, const View& v, int dim_first, const Part* part,
                                                    AttentionScratch& s) {
@@ -221,8 +220,8 @@ static __attribute__((noinline)) void split_values(const AttentionArgs& a, const
       }
 }
 
-// Largest scores and sums of a split beside the running ones of `rows` lines from `line` on; by what values are scaled then.
-// Tiles ascend, so what is left behind the scales of one is of the next.
+// Merges the maxima and sums of a split into the running ones of `rows` lines from `line` on; sets the factors for values.
+// Tiles ascend, so what the vector stores write past a tile's factors belongs to the next tile.
 PAGODA_INLINE void merge_sums(AttentionScratch& s, int line, int rows, float (&top)[16], const float (&total)[16]) {
   float *scale_old = s.scale_old + line, *scale_new = s.scale_new + line;
   float old_top[16] = {};
@@ -237,7 +236,7 @@ PAGODA_INLINE void merge_sums(AttentionScratch& s, int line, int rows, float (&t
   }
 }
 
-// What a tile of lines made of a split, beside what they made of those before it.
+// Merges a tile's results over a split into those over the splits before it.
 static void merge_tile(const AttentionArgs& a, int line, int rows, const Part& part, AttentionScratch& s) {
   float top[16] = {}, total[16] = {};
   memcpy(top, part.top + line, sizeof(float) * (size_t)rows);
@@ -249,7 +248,7 @@ static void merge_tile(const AttentionArgs& a, int line, int rows, const Part& p
                    s.scale_new[line + r]);
 }
 
-// Scores of a tile of lines -> probabilities, and their sums to `part` or beside the running ones.
+// Scores of a tile of lines -> probabilities; their sums go to `part` or are merged into the running ones.
 template <typename NUMBERS>
 PAGODA_INLINE void tile_softmax(const View& v, int rows, const Part* part, AttentionScratch& s) {
   float top[16] = {}, total[16] = {};
@@ -263,17 +262,17 @@ PAGODA_INLINE void tile_softmax(const View& v, int rows, const Part* part, Atten
   }
 }
 
-// A tile of lines over a split: the probabilities of its tokens.
+// Computes the probabilities of a tile of lines over a split.
 template <typename NUMBERS, int ROWS>
 static __attribute__((noinline)) void weigh_tile(const AttentionArgs& a, const View& v, const Part* part, AttentionScratch& s) {
   split_scores<NUMBERS, ROWS>(a, v, s);
   tile_softmax<NUMBERS>(v, ROWS, part, s);
 }
 
-// These times dims [d, end) of its values, into the running accumulators or into `part`.
+// Multiplies these by dims [d, end) of the split's values, into the running accumulators or into `part`.
 template <typename NUMBERS, int ROWS>
 static __attribute__((noinline)) void gain_tile(const AttentionArgs& a, const View& v, int d, int end, const Part* part, AttentionScratch& s) {
-  // Few rows leave registers for wide tiles, which read values as one stream instead of in several passes.
+  // With few rows there are registers for wide tiles, which read values in one stream instead of several passes.
   if constexpr (ROWS * 8 <= ACCUMULATORS)
     for (; d + 128 <= end; d += 128) split_values<NUMBERS, ROWS, 8>(a, v, d, part, s);
   if constexpr (ROWS * 4 <= ACCUMULATORS)

@@ -1,15 +1,15 @@
-// Keys that are values, too, and kept once (latents): how values are read from where keys lie.
+// Keys that are also the values and stored once (latents): how values are read from stored keys.
 //
-// A score takes neighbouring dims of a token side by side, a product with probabilities neighbouring tokens of a dim. No
-// order serves both, so what lies as keys is laid out as values, LAID_DIMS of a split at a time, which stays in the nearest
-// caches while all lines of an item pass. Their products are those of values that are kept so, in the same order.
+// Scores need neighbouring dims of a token side by side; products with probabilities need neighbouring tokens of a dim. No
+// order serves both, so stored keys are laid out as values, LAID_DIMS dims of a split at a time, which stay in the nearest
+// caches while all lines of an item use them. The products are the same, and in the same order, as with stored values.
 #pragma once
 
 #include "attention_cells.h"
 
 namespace PAGODA_NS {
 
-// Words of a key's dims [0, dims), of which the first `tokens` of 16 tokens have some -> as values, zeros for the others.
+// Lays out words of keys' dims [0, dims) as values. Only the first `tokens` of 16 tokens are valid; the others become zero.
 #if PAGODA_LEVEL >= 2
 static void lay_pairs(const uint32_t* key, int tokens, int dims, uint32_t* to) {
   const __mmask16 known = (__mmask16)((1u << tokens) - 1);
@@ -73,7 +73,7 @@ static void lay_pairs(const uint32_t* key, int tokens, int dims, uint32_t* to) {
 }
 #endif
 
-// The same of fours of bytes.
+// The same for fours of bytes.
 static void lay_fours(const uint32_t* key, int tokens, int dims, uint32_t* to) {
   for (int t = 0; t < 16; t += 4, to += LAID_DIMS)
     for (int d = 0; d < dims; ++d) {
@@ -84,7 +84,7 @@ static void lay_fours(const uint32_t* key, int tokens, int dims, uint32_t* to) {
     }
 }
 
-// Lays out group g of a split, LAID_DIMS dims from the first of `values` on. What is behind the last token is nobody's.
+// Lays out group g of a split, LAID_DIMS dims from `values.first_dim` on. What lies beyond the last token is undefined.
 static void lay_group(const AttentionArgs& a, int g, AttentionScratch& s) {
   const int dim = s.values.first_dim, dims = a.kv.dim - dim < LAID_DIMS ? a.kv.dim - dim : LAID_DIMS;
   const int in_word = a.kv.k_scales ? 4 : 2, left = s.laid.tokens - 16 * g, tokens = left < 0 ? 0 : left < 16 ? left : 16;
@@ -99,13 +99,13 @@ static void lay_group(const AttentionArgs& a, int g, AttentionScratch& s) {
   else lay_pairs(key(g), tokens, dims, to);
 }
 
-// Lays out what is not yet of the groups before `end`.
+// Lays out those groups before `end` that are not yet laid out.
 PAGODA_INLINE void lay_until(const AttentionArgs& a, int end, AttentionScratch& s) {
   for (; s.laid.next < end; ++s.laid.next) lay_group(a, s.laid.next, s);
 }
 
-// From here on values are those of the dims from `dim` on, of which groups [first, last) have some for `tokens` tokens; dims
-// ascend from call to call. Tiles of the matrix unit lay them out on the way (`lay_until`), next to what is computed.
+// From now on `values` covers the dims from `dim` on; groups [first, last) have `tokens` valid tokens. `dim` ascends from call
+// to call. on_the_way: tiles of the matrix unit lay values out as they go (`lay_until`), in parallel with the arithmetic.
 static void lay_from(const AttentionArgs& a, int dim, int first, int last, int tokens, bool on_the_way, AttentionScratch& s) {
   const size_t group_words = (size_t)LAID_DIMS * 16 / (a.kv.k_scales ? 4 : 2);
   s.values.first_dim = dim;

@@ -1,7 +1,7 @@
-// Attention over keys and values in bf16 by tiles of the matrix unit: up to sixteen lines, however few.
+// Attention over bf16 keys and values with tiles of the matrix unit: one to sixteen lines at a time.
 //
-// Products take 32 dims of a key, or 32 tokens from a multiple of 32 on, always in the same order; a token that a line does
-// not see has the probability 0. So a line's bits do not depend on the others of its tile here either.
+// Products take 32 dims of a key, or 32 tokens starting at a multiple of 32, always in the same order; a token that a line
+// does not see has probability 0. So here too a line's bits do not depend on the other lines of its tile.
 #pragma once
 
 #include "attention_lines.h"
@@ -11,8 +11,8 @@ namespace PAGODA_NS {
 #ifdef __AMX_BF16__
 PAGODA_INLINE bool by_tiles(const AttentionArgs& a) { return !a.kv.k_scales && a.kv.dim % 32 == 0; }
 
-// The chunks of groups [first, last) of the split that begins at `from`, whose values are there up to token `end`. What is
-// behind these is nobody's: it must not meet a probability of 0 as NaN.
+// Gathers the chunks of groups [first, last) of the split that begins at `from`, whose values are valid up to token `end`.
+// What lies beyond is undefined and zeroed here: a NaN must not be multiplied by a probability of 0.
 static void gather_chunks(const AttentionArgs& a, int from, int first, int last, int end, AttentionScratch& s) {
   const size_t dim = (size_t)a.kv.dim, group_words = 8 * dim;
   for (int g = first; g < last; g += 2) {
@@ -31,9 +31,9 @@ static void gather_chunks(const AttentionArgs& a, int from, int first, int last,
   }
 }
 
-// The first tile of an item fetches for all of them. Of values that are keys, what comes from memory is fetched as far as the
-// caches that all of it has room in: so fast is the arithmetic that requests for the nearest one, which can wait for few at
-// once, would hold up its own reads.
+// The first tile of an item prefetches for all of them. If keys are also the values, the prefetch goes to the second-level
+// cache, which has room for all of them: the arithmetic is so fast that requests to the first level, which can have few in
+// flight, would stall its own reads.
 PAGODA_INLINE void fetch_by_tiles(const AttentionArgs& a, const void* p) {
   if (kept_once(a)) prefetch_later(p);
   else prefetch_once(p);
@@ -136,7 +136,7 @@ static void weigh_by_tiles(const AttentionArgs& a, const View& v, int rows, cons
   for (; t + 32 < v.last; t += 64) score_by_tiles<4>(a, v, rows, t, s);
   for (; t < v.last; t += 32) score_by_tiles<2>(a, v, rows, t, s);
   tile_softmax<Bf16>(v, rows, part, s);
-  if (const int end = (v.last - v.from + 15) / 16; end % 2)  // of the last chunk only the first half is seen
+  if (const int end = (v.last - v.from + 15) / 16; end % 2)  // only the first half of the last chunk is seen
     for (int r = 0; r < rows; ++r) store_left(&s.pairs.probs[v.probs + r][16 * end], zero());
 }
 
