@@ -29,6 +29,7 @@ from pagoda_gateway.store.interface import (
     Unreadable,
     decoded,
     parts_of,
+    read_whole,
 )
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -132,13 +133,7 @@ class Logs:
             await self._store.append(log, group, index=i, expires_at=expires_at)
 
     async def read(self, log: str) -> bytes:
-        """All of one to which nothing is added any more; b"" where there is none, or where it goes meanwhile."""
-        num_parts, found = await self._store.length(log), list[bytes]()
-        while len(found) < num_parts:
-            if not (parts := await self._store.read(log, len(found))):
-                return b""
-            found += parts
-        return b"".join(found)
+        return await read_whole(self._store, log)
 
     async def size(self, log: str) -> int:
         """In bytes."""

@@ -31,6 +31,7 @@ from pagoda_gateway.store.interface import (
     Unreadable,
     decoded,
     parts_of,
+    read_whole,
 )
 from pagoda_gateway.store.room import NOTHING, Held
 from pagoda_proto import times
@@ -199,10 +200,7 @@ class KeptTickets:
 
     async def answer(self, found: Found) -> bytes:
         """b"" if it has expired, which happens a little before its ticket does."""
-        parts: list[bytes] = []
-        while more := await self._store.read(_answer_log(found.ticket), len(parts)):
-            parts += more
-        return b"".join(parts)
+        return await read_whole(self._store, _answer_log(found.ticket))
 
     def age_s(self, found: Found) -> float:
         return self._keep_s - ((found.record.expires_at or math.inf) - time.time())

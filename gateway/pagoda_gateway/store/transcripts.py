@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
-from pagoda_gateway.store.interface import MAX_APPEND_BYTES, MAX_PAGE_RECORDS, Conflict, Store, parts_of
+from pagoda_gateway.store.interface import MAX_APPEND_BYTES, MAX_PAGE_RECORDS, Conflict, Store, parts_of, read_whole
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
 
@@ -68,10 +68,7 @@ class Transcripts:
         record = await self._store.get(TRANSCRIPTS, name)
         if record is None or record.owner != owner:
             return None
-        parts: list[bytes] = []
-        while more := await self._store.read(_log(name), len(parts)):
-            parts += more
-        return b"".join(parts) or None
+        return await read_whole(self._store, _log(name)) or None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="transcripts")

@@ -11,7 +11,7 @@ import pytest
 from tests.gateway.background.test_runner import ASK, Other, held_up, keeping_in, running, text_of
 from tests.gateway.fakes_engine import Batch, Gateway, make_gateway, play
 from tests.gateway.routes.test_responses import events_of
-from tests.gateway.store.test_response_logs import Interleaved
+from tests.gateway.store.breaking_store import Interleaved
 
 from pagoda_gateway.api.responses_schemas import ResponsesRequest
 from pagoda_gateway.background.runner import BackgroundResponses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from enum import StrEnum
 from typing import Any
 
@@ -80,6 +80,26 @@ class Breaking:
 
     def leave(self) -> None:
         """The test says who leaves."""
+
+
+class Interleaved(Breaking):
+    """What `meanwhile` does is done just after the first call of this name with this first argument."""
+
+    def __init__(self, store: Store, call: str, what: str, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(store)
+        self._awaited, self._meanwhile, self._done = (call, what), meanwhile, False
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
+        real: Callable[..., Awaitable[object]] = super().__getattr__(name)
+
+        async def call(*args: str, **kwargs: object) -> object:
+            result = await real(*args, **kwargs)
+            if not self._done and (name, args[0]) == self._awaited:
+                self._done = True
+                await self._meanwhile()
+            return result
+
+        return call
 
 
 class Killed(BaseException):

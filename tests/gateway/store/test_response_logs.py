@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 import pytest
 import pytest_asyncio
-from tests.gateway.store.breaking_store import Breaking, How, Killed
+from tests.gateway.store.breaking_store import Breaking, How, Interleaved, Killed
 from tests.gateway.store.redis_server import running_redis
 
 from pagoda_gateway.store.interface import MAX_PAGE_BYTES, Conflict, Store
@@ -261,26 +261,6 @@ async def test_of_readers_that_end_at_once_any_may_leave(store: Breaking) -> Non
         await assert_sound(store)
         if not broken:
             return
-
-
-class Interleaved(Breaking):
-    """What `meanwhile` does is done just after the first call of this name with this first argument."""
-
-    def __init__(self, store: Store, call: str, what: str, meanwhile: Callable[[], Awaitable[None]]) -> None:
-        super().__init__(store)
-        self._awaited, self._meanwhile, self._done = (call, what), meanwhile, False
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
-        real: Callable[..., Awaitable[object]] = super().__getattr__(name)
-
-        async def call(*args: str, **kwargs: object) -> object:
-            result = await real(*args, **kwargs)
-            if not self._done and (name, args[0]) == self._awaited:
-                self._done = True
-                await self._meanwhile()
-            return result
-
-        return call
 
 
 async def test_one_that_is_told_again_while_it_is_forgotten_is_whole(store: Breaking) -> None:
