@@ -1,4 +1,4 @@
-"""What an answer is to be made of, and where its prompt leaves the model, become a grammar and a way to read it."""
+"""Turns what a request wants of its answer, and the reasoning state its prompt leaves, into a grammar and a parser."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pagoda_gateway.text.tool_formats.functions import Function, NotEnforced
 from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.params import MAX_GRAMMAR_CHARS
 
-MAX_SCHEMA_VALUES = 16 * 1024  # of all tools: what more there is could not be said in a grammar
+MAX_SCHEMA_VALUES = 16 * 1024  # of all tools together; more would not fit into a grammar
 
 
 class Plan(NamedTuple):
-    """`loose_grammar` says less than `grammar`, for when that cannot be used; "" where there is none."""
+    """`loose_grammar` is weaker than `grammar`, for when that cannot be used; "" if there is none."""
 
     how: HowRead
     grammar: str = ""
@@ -26,10 +26,10 @@ class Plan(NamedTuple):
 
 
 def plan_of(formats: Formats, wanted: Wanted, thinking: Thinking | None, place: Callable[[str], str]) -> Plan:
-    """`place` says where in the body the parameters of a function stand.
+    """`place` returns where in the body a function's parameters are.
 
     Raises:
-        InvalidParams: a strict function has a schema that it cannot be held to.
+        InvalidParams: a strict function has a schema that cannot be enforced.
     """
     functions = () if wanted.calling is None else wanted.calling.functions
     all_strict = all(each.strict for each in functions)
@@ -50,7 +50,7 @@ def plan_of(formats: Formats, wanted: Wanted, thinking: Thinking | None, place: 
 
 
 def _grammar_of(wanted: Wanted, formats: Formats, thinking: Thinking | None) -> str | None:
-    """None where it would be too much, and less may be said. Raises NotEnforced, TooMuch."""
+    """None if it would be too large and a weaker one is allowed. Raises NotEnforced, TooMuch."""
     try:
         return _written(wanted, formats, thinking)
     except TooMuch:
@@ -68,14 +68,14 @@ def _written(wanted: Wanted, formats: Formats, thinking: Thinking | None) -> str
 
 
 def _as_read(formats: Formats, functions: Sequence[Function], large: bool) -> tuple[Function, ...]:
-    """Schemas are kept where values are read by them."""
+    """The functions, with their schemas only if the format needs them to parse values."""
     if formats.tools is not None and formats.tools.shape.reads_schemas and not large:
         return tuple(functions)
     return tuple(Function(name=each.name) for each in functions)
 
 
 def num_values(value: Any) -> int:
-    """Of a JSON value, itself included; not counted further than to too many."""
+    """Number of values in a JSON value, itself included; counting stops above MAX_SCHEMA_VALUES."""
     waiting, count = [value], 0
     while waiting and count <= MAX_SCHEMA_VALUES:
         item = waiting.pop()
@@ -86,7 +86,7 @@ def num_values(value: Any) -> int:
 
 
 def loosened(wanted: Wanted) -> Wanted:
-    """The same, with functions that are not strict held to some JSON object only."""
+    """A copy in which functions that are not strict may have any JSON object as arguments."""
     if wanted.calling is None:
         return wanted
     functions = tuple(
@@ -96,7 +96,7 @@ def loosened(wanted: Wanted) -> Wanted:
 
 
 def check_budget(formats: Formats, field: str) -> None:
-    """Raises InvalidParams where thoughts cannot be cut short."""
+    """Raises InvalidParams if reasoning cannot be cut short."""
     reasoning = formats.reasoning
     if reasoning is None:
         raise InvalidParams([Problem(field, "this server knows no way to find thoughts in what this model writes")])
@@ -107,6 +107,6 @@ def check_budget(formats: Formats, field: str) -> None:
 
 
 def check_form(formats: Formats, field: str) -> None:
-    """Raises InvalidParams where a form cannot go with tools."""
+    """Raises InvalidParams if an output form cannot be combined with tools."""
     if formats.tools is not None and formats.tools.bare:
         raise InvalidParams([Problem("tools", f"cannot go with {field}: this model writes tool calls as plain text")])

@@ -1,9 +1,9 @@
-"""A position says what of a stream its reader has, in numbers that do not depend on how the stream was cut.
+"""A position says how much of a stream its reader has, in numbers that do not depend on how the stream was split.
 
-For each choice these are the tokens that were told of (ids, log-probabilities), and the *units* of what they say: a
-character of text, thoughts or arguments is one, and so is whatever is told whole: a beginning, a call's name, an
-ending. Whoever goes on writes the stream again from its first token, with the code that wrote it, and leaves out what
-the position covers.
+For each choice it counts the tokens sent (ids, log-probabilities) and the *units* of their content: a unit is a
+character of text, reasoning or arguments, or anything that is only sent whole: a beginning, a call's name, an ending.
+To resume, a gateway writes the stream again from its first token, with the same code, and leaves out what the position
+covers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagoda_gateway.text.events import CallArguments, Event, Text, Thought
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 MAX_POSITION_CHARS = 4096
-MAX_CHOICES = 128  # of a stream that can be resumed: every id tells of all
+MAX_CHOICES = 128  # in a stream that can be resumed, because every event id covers all of them
 _FORM = re.compile(r"([a-z0-9_]{1,64}):([0-9a-f]{8}):([0-9]{1,9}):([0-9]{1,9}\.[0-9]{1,9}(?:,[0-9]{1,9}\.[0-9]{1,9})*)")
 
 
@@ -33,8 +33,8 @@ NOWHERE = Place()
 
 
 class Position(NamedTuple):
-    """`tag` stands for what the stream was made of: its job, weights and numerics; `besides` counts what is of no
-    choice, as the dialect has it."""
+    """`tag` identifies what the stream was made from: its job, weights and numerics; `besides` counts what belongs to
+    no choice, as the dialect defines it."""
 
     stream: str
     tag: str
@@ -47,7 +47,7 @@ class Position(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Position:
-        """Raises ValueError for what no position looks like."""
+        """Raises ValueError if `text` does not have the form of a position."""
         found = _FORM.fullmatch(text) if len(text) <= MAX_POSITION_CHARS else None
         if found is None:
             raise ValueError("is not the id of an event of this server")
@@ -62,27 +62,27 @@ def units_of(event: Event) -> int:
 
 class MadeOf(Protocol):
     def tag(self) -> str:
-        """Of what is known of it now: eight digits."""
+        """Identifies what is known now of the stream's job, weights and numerics: eight hexadecimal digits."""
         ...
 
     def fits(self, tag: str) -> bool:
-        """Whether what was told under this tag may have been of it, too."""
+        """Whether events sent under this tag may have been made from the same."""
         ...
 
 
 class Marks:
-    """Where a stream's reader is while it is written. Its writer asks what the reader has already, says by how much an
-    event moves it on, and gets the event's id.
+    """Tracks the reader's position while a stream is written. The writer asks what the reader already has, says how far
+    an event advances it, and gets the event's id.
 
     Args:
-        stream: Its name.
-        made_of: What its tags stand for.
-        num_choices: All of them.
-        known: What the reader came with.
+        stream: The stream's name.
+        made_of: Provides the tags.
+        num_choices: Of all prompts together.
+        known: The position that the reader came with.
     """
 
     def __init__(self, stream: str, made_of: MadeOf, num_choices: int, known: Position | None = None) -> None:
-        """Raises ValueError where `known` is not of a stream of so many choices."""
+        """Raises ValueError if `known` belongs to another stream, or to one with another number of choices."""
         if known is not None and (known.stream, len(known.places)) != (stream, num_choices):
             raise ValueError("belongs to another stream")
         self.stream = stream
@@ -93,7 +93,7 @@ class Marks:
         self.besides = 0 if known is None else known.besides
 
     def known(self, choice: int) -> Place:
-        """What the reader has of what is still to come."""
+        """How much of the output still to be written the reader already has."""
         return self._known[choice]
 
     def move(self, choice: int, tokens: int, units: int) -> None:
@@ -104,10 +104,10 @@ class Marks:
         self._places[choice] = place
 
     def line(self) -> bytes:
-        """The id of an event with which the reader comes to be where it is now.
+        """The `id:` line of an event that brings the reader to the current position.
 
         Raises:
-            PagodaError: STREAM_INTERRUPTED: what the reader has was made of something else.
+            PagodaError: STREAM_INTERRUPTED: the reader's part was made with other weights or numerics.
         """
         if self._known_tag is not None and not self._made_of.fits(self._known_tag):
             message = "this stream cannot be continued: it began with other weights or other numerics"
@@ -118,7 +118,7 @@ class Marks:
         return Position(self.stream, self._made_of.tag(), self.besides, tuple(self._places))
 
     def skip(self, choice: int, units: int) -> int:
-        """How many of the next units the reader has; they are behind it then."""
+        """How many of the next `units` the reader has; moves past those."""
         known = self._known[choice]
         skipped = min(known.units, units)
         self._known[choice] = known._replace(units=known.units - skipped)
@@ -126,7 +126,7 @@ class Marks:
         return skipped
 
     def cut(self, update: Update) -> tuple[Update, Update]:
-        """What the reader has of it, which is behind it then, and the rest."""
+        """Split an update into the part that the reader has, moving past it, and the rest."""
         known = self._known[update.choice]
         if known == NOWHERE:
             return Update(update.choice, [], None if update.logprobs is None else [], []), update

@@ -1,4 +1,4 @@
-"""What every request is checked for before anything runs, whatever API it was written in, and the record it becomes."""
+"""Checks that every request must pass before it runs, whatever its API, and the record that is made from it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pagoda_proto.pooling.kinds import EMBED, GENERATE
 from pagoda_proto.records import Generate, RequestRecord
 
 WITHOUT_PRIORITIES = ("fcfs", "fair")  # policies
-BYTES_PER_TOKEN = 16  # of a prompt, as Python keeps it
-BYTES_PER_LOGPROB = 160  # two numbers as Python keeps them, and as JSON
+BYTES_PER_TOKEN = 16  # of a prompt, as Python objects
+BYTES_PER_LOGPROB = 160  # two numbers, as Python objects and as JSON
 
 
 def check_generates(model: ServedModel) -> None:
-    """Raises InvalidParams for a model that reads."""
+    """Raises InvalidParams for an embedding or scoring model."""
     kind = model.text.reading.kind
     if kind != GENERATE:
         use = "/v1/embeddings" if kind == EMBED else "/classify, /score and /rerank"
@@ -34,10 +34,10 @@ def check_generates(model: ServedModel) -> None:
 def check_products(
     config: GatewayConfig, model: ServedModel, params: SamplingParams, lengths: Sequence[int], shown: Shown
 ) -> None:
-    """Numbers that are harmless one by one may not multiply to more than an answer should hold.
+    """Reject parameters that are harmless one by one but whose product exceeds what an answer may hold.
 
     Raises:
-        InvalidParams: naming the fields and the product.
+        InvalidParams: names the fields and the product.
     """
     if params.prompt_logprobs is not None:
         values = sum(lengths) * (1 + params.prompt_logprobs)
@@ -58,8 +58,8 @@ def check_products(
 
 
 def held_bytes(job: Job) -> int:
-    """What is kept of a job while it runs: its grammars, its conversation, its prompt log-probabilities while they are
-    gathered and written."""
+    """Memory that a job holds while it runs, in bytes: its grammars, its conversation, and its prompt log-probabilities
+    while they are collected and written."""
     params = job.records[0].task.params
     top = params.prompt_logprobs
     told = 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
@@ -75,7 +75,7 @@ def new_record(
     priority: int,
     name: str | None = None,
 ) -> RequestRecord:
-    """`name` is what the client calls it: the id ends with that, for logs to show.
+    """`name` is the client's name for the request; the id ends with it, so that logs show it.
 
     Raises:
         PagodaError: parameters or prompt do not fit the model.
@@ -104,7 +104,7 @@ def new_job(
     name: str | None = None,
     **more: Any,
 ) -> Job:
-    """Its id is `prefix` and the client's `name` for it, or the first record's id; `more` is what few jobs have."""
+    """The job's id is `prefix` and the client's `name`, or the first record's id; `more` holds rarer fields."""
     return Job(
         id=prefix + (name or records[0].request_id),
         created=int(time.time()),
@@ -116,7 +116,7 @@ def new_job(
 
 
 def check_priority(config: GatewayConfig, model: ServedModel, priority: int) -> None:
-    """Raises InvalidParams where it means nothing, or more than is allowed."""
+    """Raises InvalidParams if the policy has no priorities, or if it is more urgent than allowed."""
     policy = model.engine.load.policy
     if priority and policy in WITHOUT_PRIORITIES:
         message = f"is {priority}, but the scheduling policy here is {policy!r}, which has no priorities"
@@ -128,7 +128,7 @@ def check_priority(config: GatewayConfig, model: ServedModel, priority: int) -> 
 
 @contextmanager
 def named_as_in_body(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name fields as the client wrote them."""
+    """Rename fields in errors to the names in the client's body."""
     try:
         yield
     except InvalidParams as error:

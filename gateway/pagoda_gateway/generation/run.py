@@ -1,8 +1,8 @@
 """A run is a job being generated: deltas of all its prompts in, one sequence of updates out, and exactly one ending.
 
-It knows of no request and no response: who reads it may be a connection, a batch or nobody for a while. The choices of
-all prompts are numbered through: choice i of prompt p has index p * n + i. Nothing runs ahead of the reader: while it
-does not ask, the engine client merges what arrives, so a slow reader costs no memory here.
+It knows nothing of HTTP: its reader may be a connection, a batch, or nobody for a while. Choices are numbered across
+prompts: choice i of prompt p has index p * n + i. Nothing runs ahead of the reader: while it does not read, the engine
+client merges the deltas that arrive, so a slow reader costs no memory here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class Outcome(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
-    REFUSED = "refused"  # the engine core did not take it
-    ABANDONED = "abandoned"  # closed before its end: whoever read it left, or was cancelled
+    REFUSED = "refused"  # the engine core did not accept it
+    ABANDONED = "abandoned"  # closed before its end: its reader left, or was cancelled
 
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ OnUpdate = Callable[[Update], None]
 
 
 class Part:
-    """One prompt's generation and its choices. Owned by its run, which submits it before it reads it."""
+    """One prompt's generation and its choices. Owned by its run, which submits it before reading it."""
 
     _generation: Generation
 
@@ -60,12 +60,12 @@ class Part:
         self._submitted = True
 
     def reading(self) -> asyncio.Task[list[Delta]]:
-        """The call for its next deltas, for who waits for several parts at once."""
+        """The pending read of its next deltas, for waiting on several parts at once."""
         self._reading = self._reading or asyncio.ensure_future(self._generation.next())
         return self._reading
 
     async def updates(self) -> list[Update]:
-        """What came since the last call, which may say nothing.
+        """Updates since the last call; may be empty.
 
         Raises:
             PagodaError: the generation failed, or ended before all of its choices did.
@@ -85,7 +85,7 @@ class Part:
         return updates
 
     def _read(self, delta: Delta) -> Update | None:
-        """None for a choice that has ended: the engine core learns of stop strings late."""
+        """None if the choice has ended: the engine core learns of stop strings late."""
         self.begun = self.begun or delta.tokens.begun
         for known in (delta.tokens.begun, delta.usage):
             if known is not None:
@@ -100,7 +100,7 @@ class Part:
         return choice.read(delta)
 
     async def _abort_stopped(self, deltas: Sequence[Delta]) -> None:
-        """Choices that a stop string just ended still run in the engine core."""
+        """Abort choices that a stop string has just ended here; the engine core still runs them."""
         running = {delta.choice for delta in deltas if delta.finish_reason is None}
         stopped = sorted(i for i in running if self.choices[i].text.finished)
         if stopped:
@@ -117,28 +117,28 @@ class Part:
 
 
 class Run:
-    """`start` or `attach` it, read `next` until it gives [], and `aclose` it in any case: `on_end` is told, once.
-    `on_update` is shown what is read."""
+    """`start` or `attach` it, call `next` until it returns [], and `aclose` it in any case, which calls `on_end` once.
+    `on_update` receives every update that is read."""
 
     def __init__(self, job: Job, text: ModelText, on_end: OnEnd, on_update: OnUpdate | None = None) -> None:
         self.job = job
         self.text = text
-        self.fingerprint = ""  # of the model that the engine core had when it took the job
+        self.fingerprint = ""  # of the engine core's model when it accepted the job
         self.parts = self._new_parts()
-        self._needs_usage = job.shown.usage or not job.shown.stream  # it comes with the engine core's own ending
+        self._needs_usage = job.shown.usage or not job.shown.stream  # comes with the engine core's own ending
         self._on_end = on_end
         self._on_update = on_update
-        self._due_at: float | None = None  # by the loop's clock: that of the wall may jump meanwhile
+        self._due_at: float | None = None  # by the loop's clock, because the wall clock may jump
         if job.due_at:
             self._due_at = asyncio.get_running_loop().time() + job.due_at - time.time()
         self._outcome = Outcome.ABANDONED
         self._closed = False
 
     async def start(self, engine: EngineClient, through: Through = lambda taker: taker) -> None:
-        """Submit all records; `through` is what may stand between.
+        """Submit all records; `through` may wrap the engine, for example to record.
 
         Raises:
-            PagodaError: one of them was not admitted; the others are still to be closed.
+            PagodaError: a record was not admitted; the run must still be closed.
         """
         taker = through(engine)
         try:
@@ -158,7 +158,7 @@ class Run:
         return parts
 
     async def _loosen(self) -> None:
-        """Begin again with the grammar that says less."""
+        """Begin again with the weaker grammar."""
         for part in self.parts:
             await part.aclose()
         self.job = self.job.loosened()
@@ -166,7 +166,7 @@ class Run:
         self._outcome = Outcome.ABANDONED
 
     async def attach(self, taker: Submitting, fingerprint: str) -> None:
-        """Have all records taken, and nothing else. Raises PagodaError as `start` does."""
+        """Submit all records to `taker`, without a second attempt. Raises PagodaError as `start` does."""
         self.fingerprint = fingerprint
         submitting = [asyncio.ensure_future(part.submit(taker)) for part in self.parts]
         try:
@@ -180,10 +180,10 @@ class Run:
             await asyncio.gather(*submitting, return_exceptions=True)
 
     async def next(self) -> list[Update]:
-        """Updates of one or more choices, all that are there; [] when every choice has ended.
+        """All updates that are available, for one or more choices; [] when every choice has ended.
 
         Raises:
-            PagodaError: a generation failed; the run is still to be closed.
+            PagodaError: a generation failed; the run must still be closed.
         """
         try:
             while waiting := [part for part in self.parts if self._wants_more_of(part)]:
@@ -200,7 +200,7 @@ class Run:
         return []
 
     async def in_time(self, work: Awaitable[T]) -> T:
-        """Also what need not be waited for is late when it is read late.
+        """Await `work` up to the job's deadline; a result that is ready but read after the deadline is late, too.
 
         Raises:
             PagodaError: DEADLINE_EXCEEDED.
@@ -227,7 +227,7 @@ class Run:
         return [update for part in arrived for update in await part.updates()]
 
     async def aclose(self) -> None:
-        """Abort what still runs. Safe to call twice."""
+        """Abort all generations that still run. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -237,7 +237,7 @@ class Run:
                 rest.push_async_callback(part.aclose)
 
     def usage(self) -> Usage:
-        """Of what was generated so far."""
+        """Usage so far."""
         return Usage(
             prompt_tokens=self.job.num_prompt_tokens,
             cached_prompt_tokens=sum(part.num_cached for part in self.parts),
@@ -245,7 +245,7 @@ class Run:
         )
 
     def num_reasoning_tokens(self) -> int | None:
-        """Of the output so far; None where that is not certain."""
+        """The count in the output so far; None if it cannot be known exactly."""
         counts = [choice.num_reasoning_tokens for part in self.parts for choice in part.choices]
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
