@@ -47,6 +47,7 @@ from pagoda_gateway.routes.pooling import embeddings, ranking
 from pagoda_gateway.routes.unread import refusing_unread
 from pagoda_gateway.tickets.naming import HEADERS as REPEATED_HEADERS
 from pagoda_gateway.tickets.tickets import Tickets
+from pagoda_gateway.version import VERSION
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -100,7 +101,7 @@ def api_of(routers: list[APIRouter]) -> FastAPI:
     # FastAPI's own documentation pages load scripts from a CDN; `ops` serves a page that loads nothing. FastAPI would
     # build /openapi.json on the event loop.
     api = FastAPI(
-        title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+        title="Pagoda", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     api.add_route("/openapi.json", Document(api).answer, include_in_schema=False)
     errors.install(api)

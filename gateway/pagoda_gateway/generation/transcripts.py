@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +18,7 @@ from pagoda_gateway.generation.updates import Update
 from pagoda_gateway.text.answers import HowRead
 from pagoda_gateway.text.events import Finish
 from pagoda_gateway.text.tool_formats.functions import Function
+from pagoda_gateway.version import VERSION
 from pagoda_proto.adapters.identity import DIGEST
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import MAX_SEED, MAX_STOP_TOKEN_IDS, MAX_TOKENS_CEILING, SamplingParams
@@ -30,7 +30,6 @@ MAX_TRANSCRIPT_BYTES = 4 * 1024 * 1024
 MAX_PARTS = 128  # prompts of one request
 MAX_SCHEMA_DEPTH = 64  # of a function's parameters
 BYTES_PER_TOKEN, BYTES_PER_LOGPROB = 2, 8  # as JSON, with what stands beside it; few take less
-VERSION = metadata.version("pagoda-serve")
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

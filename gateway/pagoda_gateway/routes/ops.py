@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import metadata, resources
+from importlib import resources
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -17,9 +17,9 @@ from pagoda_gateway.health import Health
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.routes.body import caller_of
 from pagoda_gateway.routes.described import endpoint
+from pagoda_gateway.version import VERSION
 from pagoda_proto.errors import ErrorCode, PagodaError
 
-VERSION = metadata.version("pagoda-serve")
 DOCS_CSP = "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; connect-src 'self'; base-uri 'none'"
 
 
