@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.e2e.stack import free_port
+from bench.sides import free_port
 from tests.faults.variants import Answer, Client, answer, misses
 
 from pagoda.processes.process import UP_EVENTS

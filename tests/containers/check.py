@@ -31,7 +31,7 @@ from typing import Any
 
 import httpx
 import openai
-from tests.e2e.stack import free_port
+from bench.sides import free_port
 from tests.faults.streams import (
     Disturbance,
     Flow,

@@ -15,8 +15,8 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from bench.sides import is_ready
-from tests.e2e.stack import Stack, free_port, running_stack
+from bench.sides import free_port, is_ready
+from tests.e2e.stack import Stack, running_stack
 from tests.e2e.streams import MODEL, formed, plain
 from tests.e2e.tiers import Tiers, tiers_apart
 from tests.faults.variants import TALK, Answer, Client, Counted, answer, shorter, with_stop

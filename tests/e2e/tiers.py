@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.e2e.stack import free_port
+from bench.sides import free_port
 
 TIMEOUT_S = 240.0  # for anything to come true; a busy machine is no failure
 STOP_S = 40.0

@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 import httpx
 import psutil
-from bench.sides import is_ready
-from tests.e2e.stack import NO_TLS, free_port
+from bench.sides import free_port, is_ready
+from tests.e2e.stack import NO_TLS
 from tests.e2e.tiers import Tiers, tiers_apart
 from tests.faults.proxy import ChaosProxy
 from tests.faults.variants import ADAPTER

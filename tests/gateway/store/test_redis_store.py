@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 import uvloop
+from bench.sides import free_port
 from redis.asyncio import Redis
-from tests.e2e.stack import free_port
 from tests.faults.proxy import ChaosProxy
 from tests.gateway.store.redis_server import RedisServer, running_redis
 
