@@ -1,1 +1,1 @@
-"""How an API asks and how it is answered: bodies to jobs, and what comes of a job to JSON and events."""
+"""One API per module: its request bodies to jobs, and the updates of a job to its JSON and events."""

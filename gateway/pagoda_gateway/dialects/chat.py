@@ -37,10 +37,10 @@ from pagoda_proto.steps import TopLogprobs
 
 
 async def _planned(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> tuple[RequestRecord, Plan]:
-    """The record of a chat request, and how its answer is made.
+    """The record of a chat request, and the plan of its answer.
 
     Raises:
-        PagodaError: something about it cannot be done; `param` names the field.
+        PagodaError: a field asks for something impossible; `param` names it.
     """
     model = ctx.catalogue.find(body.model, caller)
     check_priority(ctx.config, model, body.priority)
@@ -62,7 +62,7 @@ async def _planned(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> tu
 
 
 def form_field(body: ChatRequest) -> str:
-    """What asks for a grammar."""
+    """The field that asks for a grammar."""
     if body.tools and chosen_mode(body.tool_choice) != NONE:
         return "tools"
     return "thinking_budget" if body.form is None else body.form.field
@@ -115,7 +115,7 @@ async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Jo
 
 
 def echoed(body: ChatRequest) -> str:
-    """What an answer begins with that goes on from the assistant's own words; nothing after those of others."""
+    """The text to echo: the last message if it is the assistant's, which the answer continues; otherwise ""."""
     last = body.messages[-1]
     if last.role != "assistant" or last.content is None:
         return ""
@@ -159,7 +159,7 @@ class ChatWriter(openai.OpenAIWriter):
         return [_delta(i, {"role": "assistant", "content": content}, **prompt) for i in range(record.task.params.n)]
 
     async def chunks(self, update: Update) -> list[openai.Chunk]:
-        """What came along with the text is told once, in the first of them."""
+        """Log-probabilities and token ids of the update are in the first chunk only."""
         extra: dict[str, Any] = {}
         if update.token_ids and self.shown.logprobs is not None:
             extra["logprobs"] = await self._logprobs(update.token_ids, update.logprobs or [])
@@ -179,7 +179,7 @@ class ChatWriter(openai.OpenAIWriter):
         return found
 
     def _deltas(self, update: Update) -> Iterator[tuple[dict[str, Any], int]]:
-        """With the units that are told when they are."""
+        """Deltas, each with the number of the update's units told up to and including it."""
         units = 0
         for event in update.events:
             units += units_of(event)
@@ -195,7 +195,7 @@ class ChatWriter(openai.OpenAIWriter):
                     yield {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}, units
 
     def _call(self, choice: int, begun: CallBegun, arguments: str) -> dict[str, Any]:
-        """Its id follows from the request's, so a replayed stream names its calls alike."""
+        """A call's id is derived from the request's, so a replayed stream has the same ids."""
         call_id = begun.id or f"call_{self.run.job.records[0].request_id[:20]}{choice:02x}{begun.index:04x}"
         return {"id": call_id, "type": "function", "function": {"name": begun.name, "arguments": arguments}}
 
@@ -208,7 +208,7 @@ class ChatWriter(openai.OpenAIWriter):
 
 
 def _thought(text: str) -> dict[str, Any]:
-    """Under both names that clients read."""
+    """Under both names that clients look for."""
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -1,4 +1,4 @@
-"""What a chat body says of calls and thoughts, in no API's words."""
+"""What a chat body says about tool calls and reasoning, translated into API-independent types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagoda_gateway.text.tool_formats.functions import Function
 
 
 def calling_of(body: ChatRequest) -> Calling | None:
-    """None where nothing is to be called."""
+    """None if no tools may be called."""
     mode = api.chosen_mode(body.tool_choice)
     if not body.tools or mode == api.NONE:
         return None
@@ -28,7 +28,7 @@ def calling_of(body: ChatRequest) -> Calling | None:
 
 
 def wanted_of(body: ChatRequest, formats: Formats, form_grammar: str) -> Wanted:
-    """What the answer is to be made of; `form_grammar` is its form over this tokenizer. Raises InvalidParams."""
+    """What the answer may contain; `form_grammar` is its form's grammar for this tokenizer. Raises InvalidParams."""
     calling, form = calling_of(body), body.form
     if calling is not None and form is not None:
         check_form(formats, form.field)
@@ -39,6 +39,6 @@ def wanted_of(body: ChatRequest, formats: Formats, form_grammar: str) -> Wanted:
 
 
 def place_in(body: ChatRequest) -> Callable[[str], str]:
-    """Where a function's parameters stand in the body."""
+    """Return a function from a tool's name to the path of its parameters in the body."""
     names = [tool.function.name for tool in body.tools or ()]
     return lambda name: f"tools[{names.index(name)}].function.parameters"

@@ -35,11 +35,11 @@ DEFAULT_TOKENS = 16
 async def completion_records(
     ctx: GatewayContext, body: CompletionRequest, caller: Caller = NOBODY
 ) -> list[tuple[str | None, RequestRecord]]:
-    """One record per prompt, with the text that the client wrote, None where it sent token ids. Special tokens written
-    out in it are special tokens, as in vLLM.
+    """One record per prompt, with the client's text, or None if it sent token ids. Special tokens spelled out in the
+    text are special tokens, as in vLLM.
 
     Raises:
-        PagodaError: something about it cannot be done; `param` names the field.
+        PagodaError: a field asks for something impossible; `param` names it.
     """
     model, shown = ctx.catalogue.find(body.model, caller), openai.shown(body)
     check_priority(ctx.config, model, body.priority)
@@ -53,14 +53,14 @@ async def completion_records(
     read = iter(await reader.text_ids(texts, body.add_special_tokens))
     found = [(prompt, next(read)) if isinstance(prompt, str) else (None, prompt) for prompt in prompts]
     if reader.keep is not None:
-        found = [(None, ids) for _, ids in found]  # what is kept of a text is known by its tokens
+        found = [(None, ids) for _, ids in found]  # a truncated text is known only as tokens
     check_products(ctx.config, model, params, [len(token_ids) for _, token_ids in found], shown)
     origin = origin_of(caller, body.cache_salt)
     return [(text, new_record(model, ids, params, origin, body.priority, body.request_id)) for text, ids in found]
 
 
 def completion_params(text: ModelText, body: CompletionRequest) -> SamplingParams:
-    """`best_of` is what runs, ranked by the log-probabilities it therefore asks for. Raises InvalidParams."""
+    """With `best_of`, that many choices run, ranked by log-probabilities requested for it. Raises InvalidParams."""
     n = 1 if body.n is None else body.n
     if body.best_of is not None and body.best_of > MAX_N:
         raise InvalidParams([Problem("best_of", f"must be at most {MAX_N}, got {body.best_of}")])
@@ -78,7 +78,7 @@ def completion_params(text: ModelText, body: CompletionRequest) -> SamplingParam
 
 
 def shows_no_output(body: CompletionRequest) -> bool:
-    """`max_tokens: 0` with `echo` asks about the prompt only. The engine core generates one token, not shown."""
+    """`max_tokens: 0` with `echo` asks about the prompt only. The engine core then generates one token, not shown."""
     return body.echo and body.max_tokens == 0
 
 
@@ -109,7 +109,7 @@ async def completion_job(ctx: GatewayContext, body: CompletionRequest, caller: C
 
 @dataclass
 class _Choice:
-    """`echo` is how its prompt is shown, if it is; it begins with that."""
+    """`echo` is the prompt's text, with which the choice begins, if it is shown."""
 
     part: Part
     echo: str | None
@@ -117,7 +117,7 @@ class _Choice:
     begun: bool = False
 
     def rows(self, token_ids: Sequence[int], entries: Sequence[TopLogprobs], begins: bool) -> Iterator[Row]:
-        """Of these tokens; of the echoed prompt before them where the choice begins."""
+        """Rows of these tokens, preceded by those of the echoed prompt if the choice `begins`."""
         if self.rows_of is None:
             return iter(())
         output = self.rows_of.output(token_ids, entries)
@@ -152,7 +152,7 @@ class CompletionWriter(openai.OpenAIWriter):
         return {"choices": [await self._choice(index, choice) for index, choice in enumerate(self._best())]}
 
     def _best(self) -> list[int]:
-        """The n choices of each prompt; with `best_of`, those whose tokens are likeliest on average."""
+        """The n choices of each prompt; with `best_of`, those with the highest mean log-probability."""
         n, best = self.shown.n, list[int]()
         for part in self.run.parts:
             choices = [choice.index for choice in part.choices]
@@ -180,7 +180,7 @@ class CompletionWriter(openai.OpenAIWriter):
             return
         begins, choice.begun = not choice.begun, True
         for _ in choice.rows(update.token_ids, update.logprobs or [], begins):
-            pass  # the next ones count from there
+            pass  # advances the text offset
 
     async def chunks(self, update: Update) -> list[openai.Chunk]:
         choice, token_ids = self._choices[update.choice], update.token_ids

@@ -1,4 +1,4 @@
-"""What an endpoint that generates has to know of its API; nothing else in the gateway knows one API from another."""
+"""What a generating endpoint needs to know of its API; nothing else in the gateway distinguishes APIs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagoda_gateway.generation.run import Run
 
 
 class Asked(Protocol):
-    """What every body has."""
+    """What every body has in common."""
 
     @property
     def stream(self) -> bool | None: ...
@@ -28,7 +28,7 @@ Body = TypeVar("Body", bound=Asked)
 
 
 class Writer(Protocol):
-    """Writes the answer of one run: reads it to its end, either way."""
+    """Writes the answer of one run. Both methods read the run to its end."""
 
     async def whole(self) -> bytes:
         """One JSON object. Raises PagodaError."""
@@ -43,8 +43,8 @@ class Writer(Protocol):
 class Dialect(Generic[Body]):
     """`job` makes a job of a body and its caller, or raises PagodaError naming the field.
 
-    `writer` gives events ids where it is given marks, and leaves out what their reader has.
-    `error` is how failures are told at `path` and below it, `ping_event` what a silent stream sends, if not a comment.
+    `writer`, given marks, gives events ids and leaves out what the reader already has. `error` is the error format at
+    `path` and below it; `ping_event` is what a silent stream sends, if not a comment.
     """
 
     name: str
@@ -58,5 +58,5 @@ class Dialect(Generic[Body]):
     ping_event: bytes | None = None
 
     def ping(self, *, ids: bool) -> bytes:
-        """What a silent stream sends whose events have `ids`, or none."""
+        """What a silent stream sends; `ids`: its events have ids."""
         return self.ping_event or (PING_BETWEEN_IDS if ids else PING)

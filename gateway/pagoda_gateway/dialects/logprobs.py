@@ -1,7 +1,7 @@
 """Log-probabilities in the shapes of OpenAI (chat, completions) and vLLM (prompt_logprobs).
 
-A token that is no whole character has no text of its own: it is written as its bytes in hex, as OpenAI does. Chat
-entries carry the exact bytes beside it.
+A token that is not valid UTF-8 by itself is written as its bytes in hex, as OpenAI does. Chat entries also carry the
+exact bytes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.steps import TopLogprobs
 
-LEAST = -9999.0  # JSON has no infinity; OpenAI's number for "impossible"
+LEAST = -9999.0  # OpenAI's value for "impossible", as JSON has no infinity
 
 
 def token_text(text: ModelText, token_id: int, prefix: str = "") -> str:
-    """The token as a string; `prefix` marks one that is only bytes."""
+    """The token as a string; `prefix` marks one shown as bytes."""
     data = text.token_bytes(token_id)
     try:
         return data.decode()
@@ -49,7 +49,7 @@ Row = tuple[str, float | None, dict[str, float] | None, int]
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of one choice of a plain completion, row by row; `COLUMNS` names what a row has.
+    """`choices[].logprobs` of one choice of a plain completion, row by row; `COLUMNS` names a row's fields.
 
     `text_offset` counts characters of the choice's text, echoed prompt included.
     """
@@ -61,16 +61,16 @@ class CompletionLogprobs:
         self._offset = 0
 
     def prompt(self, token_ids: Sequence[int], entries: Sequence[TopLogprobs], shown: str) -> Iterator[Row]:
-        """The echoed prompt, shown as this text: its first token has no log-probability."""
+        """Rows of the echoed prompt, whose text is `shown`. Its first token has no log-probability."""
         opening = Detokenizer(self._text.table, at_start=True)
         for token_id, entry in zip(token_ids, (None, *entries), strict=True):
             yield self._row(token_id, entry)
             text = opening.push((token_id,))
-            if token_id in self._text.table.special_ids:  # it counts where the client wrote it out
+            if token_id in self._text.table.special_ids:  # takes up text only if the client spelled it out
                 text = self._text.token_bytes(token_id).decode(errors="replace")
                 text = text if shown.startswith(text, self._offset) else ""
             if text.startswith(" ") and not shown.startswith(" ", self._offset):
-                text = text[1:]  # some tokenizers put a space in front of what follows a special token
+                text = text[1:]  # some tokenizers put a space after a special token
             self._offset += len(text)
         self._offset = len(shown)
 

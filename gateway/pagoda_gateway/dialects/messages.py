@@ -1,7 +1,7 @@
 """Anthropic's messages: one conversation in, one message of content blocks out.
 
-What is streamed are blocks, one after another, begun, added to and ended; the whole message is what its stream adds up
-to.
+A stream consists of blocks, one after another, each with a start, deltas and a stop; the whole message is what its
+stream adds up to.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from pagoda_proto.records import FinishReason, RequestRecord
 
 
 async def _planned(ctx: GatewayContext, body: MessagesRequest, caller: Caller) -> tuple[RequestRecord, Plan]:
-    """The record of a message, and how its answer is made.
+    """The record of a message, and the plan of its answer.
 
     Raises:
-        PagodaError: something about it cannot be done; `param` names the field.
+        PagodaError: a field asks for something impossible; `param` names it.
     """
     model = ctx.catalogue.find(body.model, caller)
     with named_as_in_body({"prompt": "messages", "stop": "stop_sequences"}):
@@ -46,7 +46,7 @@ async def _planned(ctx: GatewayContext, body: MessagesRequest, caller: Caller) -
         reader = Reader(ctx.pool, model, caller.key, "messages", body.max_tokens)
         token_ids, thinking = await message_prompt(reader, body)
         if 0 < model.limits.max_model_len - len(token_ids) < body.max_tokens:
-            params = msgspec.structs.replace(params, max_tokens=None)  # as far as the context reaches
+            params = msgspec.structs.replace(params, max_tokens=None)  # to the end of the context
         names = [tool.name for tool in body.tools]
     plan = await reader.plan(
         work_size(body.tools), wanted, thinking, lambda name: f"tools[{names.index(name)}].input_schema"
@@ -57,12 +57,12 @@ async def _planned(ctx: GatewayContext, body: MessagesRequest, caller: Caller) -
 
 
 def _form_field(body: MessagesRequest) -> str:
-    """What asks for a grammar."""
+    """The field that asks for a grammar."""
     return "tools" if body.tools_in_use else "thinking"
 
 
 def _params(body: MessagesRequest, text: ModelText) -> SamplingParams:
-    """The body's values, else the model author's defaults. Raises InvalidParams."""
+    """The body's values, otherwise the model author's defaults. Raises InvalidParams."""
     asked = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
     fields = {**text.sampling_defaults, **{name: value for name, value in asked.items() if value is not None}}
     return SamplingParams(**fields, max_tokens=body.max_tokens, stop=tuple(body.stop_sequences or ()))
@@ -97,7 +97,7 @@ class MessagesWriter:
         self._run = run
         self._marks = marks
         self._num_begun = 0
-        self._open = ""  # the type of the block that is added to
+        self._open = ""  # the type of the open block
         self._finish: Finish | None = None
 
     async def whole(self) -> bytes:
@@ -112,7 +112,7 @@ class MessagesWriter:
         return encoded(self._message(content) | self._ending() | {"usage": self._usage()})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The message starts with its first tokens, which tell what of the prompt came from the cache."""
+        """The message starts with its first tokens, which say how much of the prompt was cached."""
         started = False
         while updates := await self._run.next():
             opening = b"" if started else self._event(self._opening())
@@ -124,7 +124,7 @@ class MessagesWriter:
         yield self._event(closing) + self._event({"type": "message_stop"})
 
     def _event(self, told: dict[str, Any]) -> bytes:
-        """Without what the reader has of it."""
+        """The event without what its reader already has."""
         if self._marks is None:
             return _event(told)
         delta = told["delta"] if told["type"] == "content_block_delta" else {}
@@ -182,7 +182,7 @@ class MessagesWriter:
             yield {"type": "content_block_stop", "index": self._num_begun - 1}
 
     def _call_id(self, call: CallBegun) -> str:
-        """It follows from the request's, so a replayed stream names its calls alike."""
+        """It is derived from the request's, so a replayed stream has the same ids."""
         return call.id or f"toolu_{self._run.job.records[0].request_id[:20]}{call.index:06x}"
 
     def _ending(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class MessagesWriter:
         return {"stop_reason": self._stop_reason(finish), "stop_sequence": finish.stop_reason}
 
     def _stop_reason(self, finish: Finish) -> str:
-        """Calls are to be answered, whatever else ended the message."""
+        """A message with calls says tool_use, even if a stop sequence ended it."""
         if finish.reason is FinishReason.LENGTH:
             at_most = self._run.job.records[0].task.params.max_tokens
             return "model_context_window_exceeded" if at_most is None else "max_tokens"
@@ -202,7 +202,7 @@ class MessagesWriter:
         return "end_turn" if finish.stop_reason is None else "stop_sequence"
 
     def _usage(self) -> dict[str, Any]:
-        """So far."""
+        """Usage so far."""
         usage = self._run.usage()
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_prompt_tokens,
@@ -213,7 +213,7 @@ class MessagesWriter:
 
 
 def _filled(block: dict[str, Any], said: str) -> dict[str, Any]:
-    """A call that broke off has an input without what is not whole: nothing."""
+    """The block with its content. A call that broke off has an empty input."""
     if block["type"] != "tool_use":
         return block | {block["type"]: said}
     try:

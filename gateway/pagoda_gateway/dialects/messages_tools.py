@@ -1,4 +1,4 @@
-"""What a message's body says of calls and thoughts, in no API's words."""
+"""What a message's body says about tool calls and reasoning, translated into API-independent types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagoda_gateway.text.tool_formats.functions import Function
 
 
 def calling_of(body: MessagesRequest) -> Calling | None:
-    """None where nothing is to be called."""
+    """None if no tools may be called."""
     if not body.tools_in_use:
         return None
     choice = body.tool_choice
@@ -31,7 +31,7 @@ def calling_of(body: MessagesRequest) -> Calling | None:
 
 
 def wanted_of(body: MessagesRequest, text: ModelText) -> Wanted:
-    """What the answer is to be made of. Raises InvalidParams."""
+    """What the answer may contain. Raises InvalidParams."""
     asked = body.thinking
     budget = None if asked is None else asked.budget_tokens
     if budget is not None:
@@ -41,7 +41,7 @@ def wanted_of(body: MessagesRequest, text: ModelText) -> Wanted:
 
 
 def thinking_options(body: CountTokensRequest, read: AbstractSet[str]) -> dict[str, Any]:
-    """What the chat template is told of thinking, where it asks; `read` are the names that it reads."""
+    """The chat template's option for thinking, if it has one; `read` are the variables that it reads."""
     switch = thinking_switch(frozenset(read))
     if not switch or body.thinking is None or body.thinking.type == "adaptive":
         return {}

@@ -1,7 +1,7 @@
-"""Anthropic's messages as turns: a turn is what one side says up to the other's, in however many messages.
+"""Converts Anthropic's messages to turns: consecutive messages of one side form one turn.
 
-Results of tools stand in messages of the user, and are turns of their own. Where the assistant was the last to speak,
-the model goes on with that.
+Tool results are in the user's messages, and are separate turns. If the last message is the assistant's, the model
+continues it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pagoda_gateway.api.messages_schemas import (
 from pagoda_gateway.text.conversation import Call, Chat, Turn, content_of
 from pagoda_proto.errors import InvalidParams, Problem
 
-FAILED = "Error:"  # stands before what a tool said of its failure: templates have no other way to tell
+FAILED = "Error:"  # precedes the output of a failed tool: templates have no other way to show a failure
 
 
 def chat_of(body: CountTokensRequest, options: Mapping[str, Any] | None = None) -> Chat:
-    """With `options` for the chat template.
+    """The conversation, with `options` for the chat template.
 
     Raises:
-        InvalidParams: a call has no result yet, so nobody is to speak.
+        InvalidParams: the last message calls tools, and has no results yet.
     """
     turns = list(_turns(body))
     unfinished = body.messages[-1].role == "assistant"
@@ -55,7 +55,7 @@ def _turns(body: CountTokensRequest) -> Iterator[Turn]:
 
 
 def _said(body: CountTokensRequest) -> Iterator[tuple[str, AnyBlock]]:
-    """Blocks with the role of their turn."""
+    """All blocks, with the role of their turn."""
     for block in _blocks(body.system) if body.system else ():
         yield "system", block
     for message in body.messages:
@@ -64,7 +64,7 @@ def _said(body: CountTokensRequest) -> Iterator[tuple[str, AnyBlock]]:
 
 
 def _blocks(content: str | Sequence[AnyBlock]) -> Sequence[AnyBlock]:
-    """One at least, as who says nothing has had a turn."""
+    """At least one block, as an empty message is a turn too."""
     if isinstance(content, str):
         return [TextBlock(type="text", text=content)]
     return content or _blocks("")
@@ -86,7 +86,7 @@ def _turn(role: str, blocks: Sequence[AnyBlock]) -> Turn:
 
 
 def _result(block: ToolResultBlock) -> Turn:
-    """One text, as templates read results so."""
+    """A result as one text, the form that templates read."""
     content = block.content or []
     texts = [content] if isinstance(content, str) else [part.text for part in content]
     return Turn(
@@ -95,6 +95,6 @@ def _result(block: ToolResultBlock) -> Turn:
 
 
 def _tool(tool: ToolDefinition) -> dict[str, Any]:
-    """As chat templates know tools."""
+    """The tool in the form that chat templates expect."""
     about = {} if tool.description is None else {"description": tool.description}
     return {"type": "function", "function": {"name": tool.name, **about, "parameters": tool.input_schema}}

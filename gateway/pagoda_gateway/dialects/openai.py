@@ -1,4 +1,4 @@
-"""What OpenAI's dialects share: the head of every object, usage, errors, and the two ways to write an answer."""
+"""Shared by OpenAI's dialects: the head of every object, usage, errors, and answers written whole or streamed."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Chunker = Callable[[list[dict[str, Any]]], bytes]
 
 
 class Chunk(NamedTuple):
-    """One choice of one event; `units` of its update are told with it and those before it."""
+    """One choice of one event; `units` of its update are told by it and the chunks before it."""
 
     choice: dict[str, Any]
     units: int
 
 
 def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
-    """What is `asked` as this dialect has it, else the body's values, the model author's defaults, OpenAI's. What the
-    author recommends is for sampling, and not for a beam search.
+    """Sampling parameters: those `asked` by the dialect, else the body's, the model author's defaults, OpenAI's. The
+    author's defaults are for sampling and do not apply to beam search.
 
-    Raises InvalidParams; the rules are in `pagoda_proto.params`, one set for all doors.
+    Raises InvalidParams; the rules are in `pagoda_proto.params`, the same for all APIs.
     """
     defaults = {} if body.use_beam_search else text.sampling_defaults
     fields: dict[str, Any] = {**defaults, "prompt_logprobs": body.prompt_logprobs}
@@ -62,7 +62,7 @@ def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
 
 
 def _grammar(form: Form, text: ModelText) -> str:
-    """An end of sequence ends a choice, so no text is one: its name is only a name."""
+    """The form's grammar. End-of-sequence tokens end a choice, so in a form their names are plain text."""
     special = {} if form.tag is None else text.special.ids
     try:
         return form.grammar_with({name: token for name, token in special.items() if token not in text.eos_token_ids})
@@ -71,10 +71,10 @@ def _grammar(form: Form, text: ModelText) -> str:
 
 
 def reader(ctx: GatewayContext, body: Sampling, caller: Caller, param: str, asked: int | None) -> Reader:
-    """Of the body's text. One that will be cut short may be longer than the context.
+    """A reader of the body's text. A text to be truncated may be longer than the context.
 
     Raises:
-        PagodaError: the model is not known, or cannot keep so much of a prompt.
+        PagodaError: the model is not known, or its context is too short for what is to be kept of a prompt.
     """
     model, truncate = ctx.catalogue.find(body.model, caller), body.truncate_prompt_tokens
     if truncate is None:
@@ -86,11 +86,11 @@ def reader(ctx: GatewayContext, body: Sampling, caller: Caller, param: str, aske
 def template_options(
     kwargs: Mapping[str, Any] | None, said: Iterable[tuple[str, str, str | None]], known: frozenset[str]
 ) -> dict[str, Any]:
-    """What the chat template reads besides the conversation: `kwargs`, and what is `said` in fields of OpenAI's own,
-    each with the name that a template has for it; `known` are the names that this one reads.
+    """The chat template's variables besides the conversation: `kwargs`, and OpenAI's own fields in `said` (field,
+    variable, value); `known` are the variables that this template reads.
 
     Raises:
-        InvalidParams: the same thing is said twice, or the template does not read it.
+        InvalidParams: a variable is given twice, or the template does not read it.
     """
     options = dict(kwargs or {})
     for field, name, value in said:
@@ -109,7 +109,7 @@ def template_options(
 
 
 def shown(body: Sampling, **more: Any) -> Shown:
-    """What all bodies say of how the answer is to be shown, and `more` that only one dialect has."""
+    """How the answer is to be shown, according to fields that all bodies have, and `more` of one dialect."""
     options = body.stream_options
     return Shown(
         n=1 if body.n is None else body.n,
@@ -123,7 +123,7 @@ def shown(body: Sampling, **more: Any) -> Shown:
 
 
 def ending(finish: Finish | None) -> dict[str, Any]:
-    """A choice's ending, or that there is none yet."""
+    """The fields of a choice's ending; null while it has none."""
     if finish is None:
         return {"finish_reason": None, "stop_reason": None}
     is_call = finish.called and finish.reason is FinishReason.STOP
@@ -131,7 +131,7 @@ def ending(finish: Finish | None) -> dict[str, Any]:
 
 
 class OpenAIWriter(ABC):
-    """Implements `Writer`. `object_name` is that of whole answers."""
+    """Implements `Writer`. `object_name` is the `object` of whole answers, `chunk_name` that of events."""
 
     object_name: str
     chunk_name: str
@@ -145,21 +145,21 @@ class OpenAIWriter(ABC):
 
     @abstractmethod
     async def fields(self) -> dict[str, Any]:
-        """What a whole answer has besides its head and usage."""
+        """The fields of a whole answer besides its head and usage."""
 
     @abstractmethod
     async def chunks(self, update: Update) -> list[Chunk]:
-        """Those that tell what is new; the last one has the ending, if the choice ended."""
+        """Chunks for what is new; the last one has the ending, if the choice ended."""
 
     def opening(self) -> list[dict[str, Any]]:
-        """Choices of the chunks that a stream begins with, for each of its choices or for none."""
+        """The choices with which a stream's first chunks begin: one for each choice, or none."""
         return []
 
     def pass_over(self, update: Update) -> None:  # noqa: B027 - most count nothing along the way
-        """The reader has this already."""
+        """Account for an update that the reader already has."""
 
     def seen(self, update: Update) -> Update:
-        """What the client is to know of it."""
+        """The part of an update that the client gets."""
         return update
 
     def usage(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class OpenAIWriter(ABC):
         } | ({} if thoughts is None else {"completion_tokens_details": {"reasoning_tokens": thoughts}})
 
     async def prompt_logprobs(self, part: Part) -> dict[str, Any]:
-        """If they were asked for."""
+        """The field of prompt log-probabilities, if they were asked for."""
         top = self.shown.prompt_logprobs
         if top is None:
             return {}
@@ -188,11 +188,11 @@ class OpenAIWriter(ABC):
         return encoded(self._head(self.object_name) | await self.fields() | {"usage": self.usage()})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Chunks of all choices that changed, as one piece of bytes per batch."""
+        """Chunks of all choices that changed, joined per batch of updates."""
         head = self._head(self.chunk_name)
         chunk = self._chunker(head)
         openings = [chunk([choice]) for choice in self.opening()]
-        opening: bytes | None = None  # its ids say what it is made of, which is known with the first updates
+        opening: bytes | None = None  # its ids name weights and numerics, known with the first updates
         while updates := await self.run.next():
             opening = self._opening(openings) if opening is None else opening
             data = b"".join([await self._told(chunk, self.seen(update)) for update in updates])
@@ -218,7 +218,7 @@ class OpenAIWriter(ABC):
         return data
 
     def _id(self, choice: int, tokens: int, units: int) -> bytes:
-        """The line with which an event that tells so much begins."""
+        """The id line of an event that tells this many tokens and units."""
         if self._marks is None:
             return b""
         self._marks.move(choice, tokens, units)
@@ -233,7 +233,7 @@ class OpenAIWriter(ABC):
         return (b"" if marks is None else marks.line()) + event(head | {"choices": [], "usage": self.usage()})
 
     def _chunker(self, head: dict[str, Any]) -> Chunker:
-        """Makes the event that has these choices."""
+        """Return a function from choices to their event."""
         if self.shown.usage and self.shown.running_usage:
             return lambda choices: event({**head, "choices": choices, "usage": self.usage()})
         return Events(head, "choices", {"usage": None} if self.shown.usage else {}).event

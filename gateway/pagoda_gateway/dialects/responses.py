@@ -1,4 +1,4 @@
-"""OpenAI's responses: items in, items out, told as numbered events; kept, so that a later one can go on from there."""
+"""OpenAI's responses: items in, items out, as numbered events; stored, so that a later response can continue them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def responses_job(ctx: GatewayContext, body: ResponsesRequest, caller: Cal
         wanted = wanted_of(body, model.text.formats)
         reader = Reader(ctx.pool, model, caller.key, "input", params.max_tokens)
         token_ids, thinking = await _prompt(reader, body, items)
-        check_products(ctx.config, model, params, [len(token_ids)], Shown())  # a stream ends with the whole, too
+        check_products(ctx.config, model, params, [len(token_ids)], Shown())  # streams too end with the whole
         plan = await reader.plan(work_size(body.tools), wanted, thinking, place_in(body))
         params = msgspec.structs.replace(params, grammar=plan.grammar)
         record = new_record(model, token_ids, params, origin_of(caller, body.cache_salt), body.priority)
@@ -73,7 +73,7 @@ async def _said_before(ctx: GatewayContext, body: ResponsesRequest, caller: Call
 
 
 def _params(body: ResponsesRequest, text: ModelText) -> SamplingParams:
-    """The body's values, else the model author's defaults. Raises InvalidParams."""
+    """The body's values, otherwise the model author's defaults. Raises InvalidParams."""
     asked = {name: value for name in PLAIN if (value := getattr(body, name, None)) is not None}
     return SamplingParams(
         **{**text.sampling_defaults, **asked},
@@ -105,7 +105,7 @@ def _template_options(body: ResponsesRequest, known: frozenset[str]) -> dict[str
 
 
 def _head(body: ResponsesRequest, job: Job, params: SamplingParams) -> dict[str, Any]:
-    """What a response says of its request: as it was taken, defaults filled in."""
+    """What a response repeats of its request, with defaults filled in."""
     choice = body.tool_choice or "auto"
     text = {} if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
     return {
@@ -143,21 +143,21 @@ def telling_of(job: Job, known: AlreadyTold | None = None) -> Telling:
 
 
 async def told(run: Run, telling: Telling) -> AsyncGenerator[Told, None]:
-    """Events of a run from the first to the one before the last. Raises PagodaError."""
+    """All events of a run but the last. Raises PagodaError."""
     for said in telling.begin():
         yield said
     top, num_tokens = run.job.shown.logprobs, 0
     while updates := await run.next():
         for update in updates:
             entries = () if top is None else chat_logprobs(run.text, update.token_ids, update.logprobs or (), top)
-            num_thoughts = max(0, (run.num_reasoning_tokens() or 0) - num_tokens)  # of these; thoughts come first
+            num_thoughts = max(0, (run.num_reasoning_tokens() or 0) - num_tokens)  # in this update; they come first
             num_tokens += len(update.token_ids)
             for said in telling.update(update, list(entries)[num_thoughts:]):
                 yield said
 
 
 class ResponsesWriter:
-    """Implements `Writer`. A response that is to be kept is kept before its last event is told."""
+    """Implements `Writer`. A response to be stored is stored before its last event is sent."""
 
     def __init__(self, ctx: GatewayContext, run: Run, marks: Marks | None = None) -> None:
         self._run = run
@@ -183,8 +183,8 @@ class ResponsesWriter:
             last = self._telling.finish(self._run.usage(), int(time.time()), self._run.num_reasoning_tokens())
         except PagodaError as error:
             if self._marks is not None and error.status.retryable:
-                raise  # it is no end of what can be gone on with
-            has_ended = self._marks is None  # else it may go on without this reader, or be generated again
+                raise  # the stream can be resumed: this is not its end
+            has_ended = self._marks is None  # with a ticket, it may continue without this reader, or be generated again
             last = self._telling.fail(error, self._run.usage())
         for said in last:
             if has_ended:
@@ -203,7 +203,7 @@ class ResponsesWriter:
         return self._marks.line() + data
 
     async def _keep(self) -> None:
-        """Where it cannot be, the response says so, and is no worse for it."""
+        """Store the response. If that fails, its `store` field says so, and it is otherwise unaffected."""
         job, response = self._run.job, self._telling.response
         if response["store"]:
             try:
@@ -214,7 +214,8 @@ class ResponsesWriter:
                 response["store"] = False
 
     async def _is_wanted(self) -> bool:
-        """Who deletes a response deletes its ticket first; a reader may come to its end long after that."""
+        """Whether the response may still be stored. Deleting one deletes its ticket first, and a reader may reach the
+        end long after that."""
         if self._marks is None:
             return True
         found = await self._tickets.find(self._marks.stream, self._run.job.owner)

@@ -1,7 +1,7 @@
-"""A response is what its events add up to: whole or streamed, live or kept, it is told by one `Telling`.
+"""A response is what its events add up to: whole or streamed, live or stored, one `Telling` produces it.
 
-Events are numbered. What they say depends on the record alone, but for where its text is cut, so a telling that begins
-again can leave out what was told before (`AlreadyTold`).
+Events are numbered. Except for where the text is split, their content depends on the record alone, so a telling that
+starts again can leave out what was told before (`AlreadyTold`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ LAST = ("response.completed", "response.incomplete", "response.failed")
 
 @dataclass
 class AlreadyTold:
-    """What of a response's events is known to its reader; nothing, for most.
+    """How much of a response's events its reader already has; usually nothing.
 
     Attributes:
-        num_events: All of them.
-        units: What they say, in an order that is the same every time: a character of a delta is one, and so is every
-            event that is no delta.
-        logprobs: Of its deltas.
+        num_events: Number of events.
+        units: Units of content, whose order is always the same: one per character of a delta, and one per event that
+            is not a delta.
+        logprobs: Entries of log-probabilities in deltas.
         ended: The response, if its last event is known.
     """
 
@@ -45,7 +45,7 @@ class AlreadyTold:
         self.logprobs += len(event["logprobs"]) if "delta" in event and "logprobs" in event else 0
 
     def rest_of(self, event: Told) -> Told | None:
-        """The event without what is known of it, if anything is left."""
+        """The event without the part already known; None if nothing is left."""
         if "delta" not in event:
             known, self.units = self.units > 0, max(0, self.units - 1)
             return None if known else event
@@ -60,9 +60,10 @@ class AlreadyTold:
 
 
 class Telling:
-    """Tells one response. `response` is the object so far: `head` is what it begins with, ids follow from `name`.
+    """Produces the events of one response. `response` is the object so far, starting with `head`; ids derive from
+    `name`.
 
-    An event shows the response as it is just then: it is written before the next one is asked for.
+    An event refers to the response as it is just then: write it before asking for the next one.
     """
 
     def __init__(self, head: Mapping[str, Any], name: str, known: AlreadyTold | None = None) -> None:
@@ -71,7 +72,7 @@ class Telling:
         self._known = known
         self._num_told = known.num_events if known is not None else 0
         self._finish: Finish | None = None
-        self._item: Told = {}  # the one that is added to
+        self._item: Told = {}  # the open item
         self._pieces: list[str] = []  # of its text
         self._logprobs: list[Told] = []
 
@@ -84,14 +85,14 @@ class Telling:
         yield from self._tell({"type": "response.in_progress", "response": self.response})
 
     def update(self, update: Update, logprobs: Sequence[Told]) -> Iterator[Told]:
-        """`logprobs`: of the update's tokens, if they were asked for. They are told with the next text."""
+        """`logprobs`: of the update's tokens, if requested. They are sent with the next text."""
         self._logprobs += logprobs
         for said in update.events:
             for event in self._said(said):
                 yield from self._tell(event)
 
     def finish(self, usage: Usage, now: int, num_thoughts: int | None = None) -> Iterator[Told]:
-        """`num_thoughts`: tokens of thoughts, where their number is certain."""
+        """`num_thoughts`: number of reasoning tokens, if it is certain."""
         reason = INCOMPLETE.get(self._finish.reason) if self._finish else None
         status = "incomplete" if reason else "completed"
         self.response |= {"status": status, "usage": _usage(usage, num_thoughts or 0)}
@@ -107,17 +108,17 @@ class Telling:
         yield from self._tell({"type": "response.failed", "response": self.response})
 
     def cancel(self, usage: Usage) -> Iterator[Told]:
-        """There is no event of its own for it."""
+        """End as cancelled. The API has no event for this, so the last event is `response.incomplete`."""
         self._stop()
         self.response |= {"status": "cancelled", "usage": _usage(usage)}
         yield from self._tell({"type": "response.incomplete", "response": self.response})
 
     def take_back(self, num_events: int) -> None:
-        """Nobody has seen the last of them, so their numbers are free."""
+        """Reuse the numbers of the last events, which nobody has seen."""
         self._num_told -= num_events
 
     def _stop(self) -> None:
-        """Wherever it is: what was said so far stays, and what is said now was never told before."""
+        """End the open item as incomplete and keep it; whatever follows was never told before."""
         self._known = None
         for _ in self._end("incomplete"):
             pass
@@ -154,7 +155,7 @@ class Telling:
 
     @property
     def _kind(self) -> str:
-        """Of the item that is added to; "" where there is none."""
+        """The type of the open item; "" if there is none."""
         return str(self._item["type"]) if self._item else ""
 
     @property
@@ -196,7 +197,7 @@ class Telling:
             done = {"type": "response.function_call_arguments.done", **self._place(), "arguments": text}
             yield done | {"name": self._item["name"]}
         else:
-            for part in self._item["content"]:  # the only one, or none where it was broken off before that
+            for part in self._item["content"]:  # one, or none if it broke off before that
                 part["text"] = text
                 logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
                 yield {"type": f"response.{part['type']}.done", **self._place(), "text": text} | logprobs

@@ -1,6 +1,6 @@
-"""Items of a response's input as turns: what one side says up to the other's next word is a turn, however many items.
+"""Turns the items of a response's input into turns: consecutive items of the assistant form one turn.
 
-What the assistant thought, said and called is one turn of its own; each result of a call is one.
+Its reasoning, text and calls are one turn; each result of a call, and each message of others, is a turn of its own.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def turns_of(instructions: str | None, items: Sequence[Item]) -> Iterator[Turn]:
 
 
 def items_of(given: str | Sequence[Item]) -> list[Item]:
-    """A text is what the user says."""
+    """A plain text is a message of the user."""
     return [MessageItem.model_validate({"role": "user", "content": given})] if isinstance(given, str) else list(given)
 
 
 def template_tool(tool: FunctionTool) -> dict[str, Any]:
-    """As chat templates know tools."""
+    """The tool in the form that chat templates expect."""
     function = tool.model_dump(exclude_none=True, exclude={"type", "strict"})
     return {"type": "function", "function": function}
 
@@ -67,7 +67,7 @@ def _turn_of_other(role: str, item: Item) -> Turn:
 
 
 def _own_turns(said: Iterable[Item]) -> Iterator[Turn]:
-    """One, unless it goes on speaking after it called."""
+    """One turn, or several if it goes on after calls."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Call] = []

@@ -1,4 +1,4 @@
-"""What a response's body says of calls, in no API's words."""
+"""What a response's body says about tool calls, translated into API-independent types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagoda_gateway.text.tool_formats.functions import Function
 
 
 def wanted_of(body: ResponsesRequest, formats: Formats) -> Wanted:
-    """What the answer is to be made of. Raises InvalidParams."""
+    """What the answer may contain. Raises InvalidParams."""
     calling = _calling(body)
     if calling is not None and body.form.grammar:
         check_form(formats, body.form.field)
@@ -34,6 +34,6 @@ def _calling(body: ResponsesRequest) -> Calling | None:
 
 
 def place_in(body: ResponsesRequest) -> Callable[[str], str]:
-    """Where a function's parameters stand in the body."""
+    """Return a function from a tool's name to the path of its parameters in the body."""
     names = [tool.name for tool in body.tools or ()]
     return lambda name: f"tools[{names.index(name)}].parameters"
