@@ -1,4 +1,4 @@
-"""How an answer is to be read, and the grammar that makes it readable: thoughts first, then calls, text or a form."""
+"""How to parse an answer, and the grammar that makes it parseable: thoughts first, then calls, text or a form."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pagoda_proto import grammars
 
 
 class Demand(StrEnum):
-    """Whether an answer has calls."""
+    """Whether an answer may or must have calls."""
 
     AUTO = "auto"
     REQUIRED = "required"
 
 
 class Calling(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be called in an answer: one of `functions`, or with `several` more than one."""
+    """What may be called in an answer: one of `functions`, or, with `several`, more than one."""
 
     functions: tuple[Function, ...]
     demand: Demand = Demand.AUTO
@@ -35,7 +35,7 @@ class Calling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HowRead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a text is read: `thinking` is None where thoughts are not told from text, `functions` are those of calls."""
+    """How to parse a text: `thinking` is None if thoughts are not separated from text; `functions` may be called."""
 
     thinking: Thinking | None = None
     functions: tuple[Function, ...] = ()
@@ -43,7 +43,7 @@ class HowRead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class Formats:
-    """Those of a model's chat template, where it has them. `tokens` are the ids of markers that are tokens."""
+    """Formats of a model's chat template, None if it has none. `tokens` are the ids of markers that are tokens."""
 
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
@@ -51,21 +51,21 @@ class Formats:
 
     @staticmethod
     def of(template: str, added: Mapping[str, int], tool_parser: str = "", reasoning_parser: str = "") -> Formats:
-        """What a chat template's source shows, or an operator names; `added` are ids of tokens by their text."""
+        """Formats that the operator names, else those that the template's source shows; `added`: token ids by text."""
         tools = recognised(template, tool_parser)
         reasoning = recognised_reasoning(template, reasoning_parser)
         markers = " ".join(text for each in (tools, reasoning) if each is not None for text in each.markers)
         return Formats(tools, reasoning, {text: i for text, i in added.items() if text in markers})
 
     def visible(self, how: HowRead) -> frozenset[int]:
-        """Tokens that must be seen in a text that is read so, special or not."""
+        """Tokens that must be visible in a text to be parsed like this, special or not."""
         read = [self.tools if how.functions else None, self.reasoning if how.thinking is not None else None]
         markers = " ".join(text for each in read if each is not None for text in each.markers)
         return frozenset(i for text, i in self.tokens.items() if text in markers)
 
 
 class AnswerReader:
-    """Text in, events out, the same for any cutting of the input."""
+    """Text in, events out, however the input is split."""
 
     def __init__(self, formats: Formats, how: HowRead) -> None:
         self._reasoning = self._tools = None
@@ -76,7 +76,7 @@ class AnswerReader:
 
     @property
     def called(self) -> bool:
-        """Whether there are calls so far, and none that is not whole."""
+        """Whether there are calls so far, all of them complete."""
         return self._tools is not None and self._tools.num_calls > 0 and not self._tools.in_call
 
     def push(self, text: str) -> list[Said]:
@@ -100,10 +100,10 @@ class AnswerReader:
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer is to be made of.
+    """What an answer may contain.
 
     `form` is the grammar of its text, "" for any. `budget` is the most tokens of thoughts. `thinks`: None leaves it to
-    the model, False has it answer at once.
+    the model, False makes it answer at once.
     """
 
     calling: Calling | None = None
@@ -112,7 +112,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     thinks: bool | None = None
 
     def grammar(self, formats: Formats, thinking: Thinking | None) -> str:
-        """The grammar of the whole answer, "" where it may be anything. Raises NotEnforced."""
+        """The grammar of the whole answer, "" if it may be anything. Raises NotEnforced."""
         may_think = thinking in (Thinking.OPEN, Thinking.POSSIBLE)
         silenced = may_think and (self.budget == 0 or self.thinks is False)
         limited = may_think and self.budget is not None
@@ -143,7 +143,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         return calls_in_text(rules, tools, functions, several=several, avoid=opens)
 
     def _form(self, rules: Rules) -> str:
-        """The form's grammar as a part of this one."""
+        """Add the form's grammar as a part of this one."""
         first, *others = grammars.parts_of(self.form)
         for other in others:
             rules.part(other)

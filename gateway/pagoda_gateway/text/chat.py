@@ -1,7 +1,7 @@
 """A chat template is a program of the model's author: it runs in a sandbox, and sees messages, tools and plain values.
 
-The environment is that of Hugging Face's `apply_chat_template` (same options, filters and globals), so a template means
-here what it means there. Templates come from the model directory or the operator, never from a request.
+The environment is that of Hugging Face's `apply_chat_template` (same options, filters and globals), so a template
+renders the same here as there. Templates come from the model directory or the operator, never from a request.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 MAX_TEMPLATE_BYTES = 256 * 1024
 MAX_OUTPUT_CHARS = 4 * 1024 * 1024
-MAX_STEPS = 1_000_000  # calls and turns of loops in one rendering
-MAX_RENDER_S = 5.0  # of the thread's processor time, so a busy machine refuses nothing
+MAX_STEPS = 1_000_000  # calls and loop iterations in one rendering
+MAX_RENDER_S = 5.0  # of the thread's CPU time, so a busy machine refuses nothing
 MAX_ERROR_CHARS = 256
-_CONTINUE_TAG = "\ue000pagoda-continue\ue000 "  # private use: no sensible message holds it
-# Only the caller of the template may set these, whatever a template reads.
+_CONTINUE_TAG = "\ue000pagoda-continue\ue000 "  # private use: no sensible message contains it
+# Only the gateway may set these, whatever a template reads.
 RESERVED = frozenset({
     "messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt", "continue_final_message",
     "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length",
@@ -43,11 +43,11 @@ Message = Mapping[str, Any]
 
 
 class BadTemplate(ValueError):
-    """The template itself is at fault: too large, or no valid Jinja."""
+    """The template itself is at fault: too large, or not valid Jinja."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what training should learn; for rendering it is transparent."""
+    """`{% generation %}` marks what training should learn; rendering ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
 
@@ -98,7 +98,7 @@ def _tojson(
 
 
 class _Effort:
-    """What one rendering has spent. Whatever repeats in a template is a turn of a loop or a call, and pays here."""
+    """What one rendering has spent. All repetition in a template is by loops or calls, and both pay here."""
 
     def __init__(self) -> None:
         self._num_left = MAX_STEPS
@@ -114,7 +114,7 @@ _effort: ContextVar[_Effort] = ContextVar("_effort")
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Repetition is bounded by the size of an answer, and how often anything is done by the effort of a rendering."""
+    """Bounds the size of repeated values by the size of an output, and the number of operations by `_Effort`."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -129,12 +129,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _effort.get().spend()
-        if isinstance(__obj, LoopContext):  # a recursive loop goes down
+        if isinstance(__obj, LoopContext):  # a recursive loop descends
             args = (__self.turns(args[0]), *args[1:]) if args else args
         return super().call(__context, __obj, *args, **kwargs)
 
     def turns(self, items: Iterable[Any]) -> Iterator[Any]:
-        """`items`, each of which costs a step. Every loop of a template runs over this (see `_generate`)."""
+        """Yield `items`, each of which costs a step. Every loop of a template runs over this (see `_generate`)."""
         effort = _effort.get()
         for item in items:
             effort.spend()
@@ -166,15 +166,15 @@ def _environment() -> _Sandbox:
 
 
 def thinking_switch(variables: frozenset[str]) -> str:
-    """The name by which a template is told whether to think, "" where it has none."""
+    """The variable that tells a template whether to think, "" if it has none."""
     return next((name for name in ("enable_thinking", "thinking") if name in variables), "")
 
 
 class ChatTemplate:
     """One compiled template.
 
-    `variables` are the names it reads from its caller. `reads_parts` says that content may be a list of text parts.
-    `knows_tools` says that it shows tools to the model.
+    `variables` are the names it reads from its caller. `reads_parts`: content may be a list of text parts.
+    `knows_tools`: it shows tools to the model.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -192,7 +192,7 @@ class ChatTemplate:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether a list of one part comes out as its text does."""
+        """Whether a list of one part renders as its text does."""
         text = "a part"
         try:
             as_text, as_part = (
@@ -204,7 +204,7 @@ class ChatTemplate:
         return text in as_text and as_text == as_part
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Only plain values for names that the template reads and no caller owns.
+        """Accept only plain values for variables that the template reads and that are not reserved.
 
         Raises:
             PagodaError: INVALID_ARGUMENT naming the key.
@@ -231,10 +231,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text the model should see. `continue_final_message` leaves the last message open.
+        """Return the text for the model. `continue_final_message` leaves the last message open.
 
         Raises:
-            PagodaError: INVALID_ARGUMENT (param "messages") when the template refuses or cannot render the messages.
+            PagodaError: INVALID_ARGUMENT (param "messages") if the template refuses or cannot render the messages.
         """
         if continue_final_message:
             messages = [*messages[:-1], _tag(messages[-1])]
@@ -269,7 +269,7 @@ def _bad_messages(why: str) -> PagodaError:
 
 
 def _explain(error: Exception) -> str:
-    """Template authors speak to users through `raise_exception`; other errors are only named."""
+    """Show what template authors say through `raise_exception`; of other errors only the type."""
     said = f": {str(error)[:MAX_ERROR_CHARS]}" if isinstance(error, TemplateError) else f" ({type(error).__name__})"
     return f"the chat template cannot render these messages{said}"
 
@@ -284,7 +284,7 @@ def _tag(message: Message) -> Message:
 
 
 def _cut_at_tag(text: str) -> str:
-    """The text up to the tag; where the template trimmed the message, its spacing is trimmed too, as HF does."""
+    """The text up to the tag; if the template trimmed the message, trailing space is trimmed too, as HF does."""
     at = text.rfind(_CONTINUE_TAG.strip())
     if at < 0:
         raise _bad_messages("the chat template drops the final message, so it cannot be continued")

@@ -1,7 +1,7 @@
-"""A conversation in no API's words becomes what chat templates expect, the same for every door.
+"""Converts an API-independent conversation into what chat templates expect, the same for every API.
 
-Roles and tool arguments have one form, no key is empty, and content parts stay parts up to here: they are a list where
-the template reads lists; elsewhere they become one text, a line per part.
+Roles and tool arguments have one form, and keys without a value are left out. Content parts stay a list if the template
+reads lists; otherwise they become one text, a line per part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Message = Mapping[str, Any]
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call that was made. `arguments` is an object, or the text of one."""
+    """A past tool call. `arguments` is an object, or its JSON text."""
 
     name: str
     arguments: str | Mapping[str, Any]
@@ -28,7 +28,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Who said what. A part of `content` is a text or {"type": "text", "text": ..}.
 
-    `call_id` is that of the call whose result this is; `more` is what else a template may read, by its own names.
+    `call_id` is the id of the call whose result this is; `more` are further fields that a template may read.
     """
 
     role: str
@@ -40,7 +40,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
-    """Turns for the model to go on with. `options` are what only the chat template reads."""
+    """Turns for the model to continue. `options` are variables that only the chat template reads."""
 
     turns: Sequence[Turn]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -50,12 +50,12 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def content_of(texts: Sequence[str]) -> str | list[dict[str, Any]]:
-    """A turn's content: parts where there are several."""
+    """A turn's content: a text, or a list of parts if there are several."""
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
 def turns_of(messages: Sequence[Message]) -> list[Turn]:
-    """Of messages as OpenAI's chat has them. None is as good as absent."""
+    """Convert messages of OpenAI's chat API. None counts as absent."""
     return [_turn({name: value for name, value in message.items() if value is not None}) for message in messages]
 
 
@@ -80,7 +80,7 @@ def template_messages(turns: Sequence[Turn], *, parts: bool) -> list[dict[str, A
         parts: The template reads content that is a list of parts.
 
     Raises:
-        InvalidParams: tool arguments are no JSON object.
+        InvalidParams: tool arguments are not a JSON object.
     """
     return [_template_message(turn, i, parts) for i, turn in enumerate(turns)]
 
@@ -117,7 +117,7 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
 
 
 def text_size(value: Any) -> int:
-    """Characters of all strings of a value, keys included: what a template may show of it."""
+    """Number of characters in all strings of a value, keys included: as much as a template may show of it."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, msgspec.Struct):

@@ -1,6 +1,6 @@
-"""Text is what UTF-8 makes of the tokens' bytes; whatever could still become a character is kept back.
+"""Decodes the tokens' bytes as UTF-8, holding back bytes that may still become a character.
 
-Each token is looked at once, so the cost is linear and a text of any length streams at the same price per token.
+Each token is processed once, so the cost is linear, and a token costs the same in a text of any length.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Detokenizer:
 
     Args:
         table: The tokenizer's bytes.
-        skip_special_tokens: Leave special tokens out of the text, but for `visible` ones.
+        skip_special_tokens: Leave special tokens out of the text, except `visible` ones.
         at_start: The first token opens a whole text, so a tokenizer's leading space is dropped. False for tokens that
             continue a prompt: there the space is part of the answer.
 
-    Bytes that are no UTF-8 become U+FFFD: byte-level tokenizers follow the usual "maximal subpart" rule, byte-fallback
-    ones get one per byte.
+    Invalid UTF-8 becomes U+FFFD: by the usual "maximal subpart" rule for byte-level tokenizers, one per byte for
+    byte-fallback ones.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Detokenizer:
         self._strip = table.rules.strip_left[1] if at_start else 0
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The characters that `token_ids` completed."""
+        """Return the characters that `token_ids` complete."""
         table, skipped = self._table, self._skipped
         shown = [token_id for token_id in token_ids if token_id not in skipped]
         if not shown:
@@ -66,7 +66,7 @@ class Detokenizer:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """End of the tokens: what an unfinished character leaves behind."""
+        """End of the tokens: return what an incomplete character leaves behind."""
         return self._decoder.decode(b"", True)
 
     def _strip_left(self, data: bytes) -> bytes:

@@ -1,6 +1,6 @@
-"""What a model says, in no API's words: whatever reads its text emits these, and dialects render them.
+"""API-independent events of an answer: parsers of a model's text emit them, and dialects render them.
 
-The events of a choice come in order; `Finish` is the last one. A call that has begun is ended, unless the text broke
+The events of a choice come in order; `Finish` is the last one. Every call that begins also ends, unless the text breaks
 off in it.
 """
 
@@ -15,7 +15,7 @@ from pagoda_proto.records import FinishReason
 
 
 class Thought(msgspec.Struct, frozen=True, tag=True):
-    """What a model writes for itself before it answers."""
+    """Reasoning that a model writes before it answers."""
 
     text: str
 
@@ -25,7 +25,7 @@ class Text(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallBegun(msgspec.Struct, frozen=True, tag=True):
-    """A tool call, numbered within its choice. `id` is what its format demands; "" leaves it to the dialect."""
+    """A tool call, numbered within its choice. `id` is one that its format demands; "" leaves it to the dialect."""
 
     index: int
     name: str
@@ -40,14 +40,14 @@ class CallArguments(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallEnded(msgspec.Struct, frozen=True, tag=True):
-    """The arguments are whole."""
+    """The arguments are complete."""
 
     index: int
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
     """`stop_reason` is the stop string or stop token id that ended the choice, if one did; `called`: it has calls, all
-    of them whole."""
+    of them complete."""
 
     reason: FinishReason
     stop_reason: str | int | None = None
@@ -59,7 +59,7 @@ Event = Said | Finish
 
 
 def merged(events: Sequence[Said]) -> list[Said]:
-    """Neighbours of a kind as one."""
+    """Merge adjacent events of a kind."""
     found: list[Said] = []
     for _, group in groupby(events, _kind):
         first, *others = group

@@ -1,6 +1,6 @@
 """A choice's text is a function of its token ids alone, so replaying the ids rebuilds it exactly.
 
-Tokens are taken one by one, so that a stop string cuts at the token that completed it, however the tokens arrived.
+Tokens are processed one by one, so that a stop string cuts at the token that completes it, however the tokens arrive.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pagoda_proto.steps import TopLogprobs
 class TextDelta:
     """What a push added.
 
-    `stop_reason` is the stop string or the stop token id that ended the choice; None at an end of sequence, at a
-    length, or while it runs. `logprobs` has one entry per token of `token_ids`, if the choice has log-probabilities.
+    `stop_reason` is the stop string or stop token id that ended the choice; None for an end of sequence, for a length
+    limit, or while it runs. `logprobs` has one entry per token of `token_ids`, if the choice has log-probabilities.
     """
 
     text: str
@@ -32,7 +32,7 @@ class TextDelta:
 
 
 class ChoiceText:
-    """Text of one choice, `visible` tokens included. After its end, whatever still comes is ignored."""
+    """Text of one choice, `visible` tokens included. After its end, further tokens are ignored."""
 
     def __init__(self, model_text: ModelText, params: SamplingParams, visible: frozenset[int] = frozenset()) -> None:
         skip = params.skip_special_tokens
@@ -55,8 +55,8 @@ class ChoiceText:
     ) -> TextDelta:
         """Take new tokens, and perhaps the choice's ending, as the engine core delivers them.
 
-        When a stop string ends the choice, `finish_reason` is STOP though the engine core knows nothing of it: the
-        caller then aborts this choice there.
+        If a stop string ends the choice, `finish_reason` is STOP, and the caller must abort the choice in the engine
+        core, which does not know of stop strings.
         """
         if self.finished:
             return TextDelta("", [])
@@ -82,7 +82,7 @@ class ChoiceText:
         )
 
     def _take(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        """Text of the tokens, and how many of them it took to find a stop string (if one was found)."""
+        """Text of the tokens, and how many of them were taken: up to a stop string, if one is found."""
         if not self._params.stop:
             return self._detokenizer.push(token_ids), len(token_ids)
         pieces = []
@@ -97,7 +97,7 @@ class ChoiceText:
         return self._stop.push(self._detokenizer.flush()) + self._stop.flush()
 
     def _without_stop_token(self, token_ids: Sequence[int], stop_token_id: int | None) -> Sequence[int]:
-        """The token that ended the choice is no part of its text, unless the caller wants it there."""
+        """Drop the stop token that ended the choice, unless the caller wants it in the text."""
         ended = stop_token_id is not None and bool(token_ids) and token_ids[-1] == stop_token_id
         return token_ids[:-1] if ended and not self._params.include_stop_str_in_output else token_ids
 

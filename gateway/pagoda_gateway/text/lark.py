@@ -1,6 +1,6 @@
-"""A grammar in the making: rules for texts, markers and schemas, as llguidance reads them.
+"""Builds a grammar for llguidance, from rules for texts, markers and schemas.
 
-A marker that is a token of its own is written by its id: quoted, it would never match. All other text is bytes.
+A marker that is a token is written by its id: quoted, it would never match. All other text is matched as bytes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pagoda_proto.params import MAX_GRAMMAR_CHARS
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 ANY = r"(.|\n)*"
 GAP = r"(/\s{1,4}/)?"
-MAX_PART_CHARS = 16 * MAX_GRAMMAR_CHARS  # equal parts are one, so there may be more of them than in a grammar
+MAX_PART_CHARS = 16 * MAX_GRAMMAR_CHARS  # equal parts are merged, so there may be more of them than in a grammar
 
 
 def escaped(text: str) -> str:
-    """A text as it stands in a regular expression between slashes."""
+    """Escape a text for a regular expression between slashes."""
     return _SPECIAL.sub(lambda found: "\\" + found[0], text).replace("\n", "\\n").replace("\r", "\\r")
 
 
 class TooMuch(ValueError):
-    """More than any grammar may be."""
+    """Larger than any grammar may be."""
 
 
 class Rules:
@@ -38,10 +38,10 @@ class Rules:
         self._lines: list[str] = []
         self._names: dict[str, str] = {}
         self._parts: dict[str, dict[str, Any]] = {}
-        self._num_chars = 0  # of parts, equal ones counted again: writing them is the work
+        self._num_chars = 0  # of parts, duplicates included: writing them is the work
 
     def spell(self, text: str) -> str:
-        """What writes exactly this text."""
+        """An expression that matches exactly this text."""
         pieces: list[str] = []
         start = 0
         for found in self._pattern.finditer(text) if self._pattern else ():
@@ -54,28 +54,28 @@ class Rules:
         return " ".join(pieces)
 
     def starts_with_token(self, marker: str) -> bool:
-        """Whether the marker begins with one that is a token."""
+        """Whether the marker begins with a token."""
         return self._pattern is not None and self._pattern.match(marker) is not None
 
     def has_token(self, marker: str) -> bool:
         return self._pattern is not None and self._pattern.search(marker) is not None
 
     def rule(self, body: str, attributes: str = "") -> str:
-        """The name of a rule with this body; one for equal ones."""
+        """Return the name of a rule with this body; equal rules share one."""
         return self._named("r", body, attributes)
 
     def terminal(self, body: str) -> str:
         return self._named("T", body, "")
 
     def recursive(self, name: str, body: Callable[[], str]) -> str:
-        """The rule of this name, whose body may name it."""
+        """Define a rule whose body may refer to itself; return its name."""
         if name not in self._names:
             self._names[name] = name
             self._lines.append(f"{name}: {body()}")
         return name
 
     def text(self, avoid: Sequence[str] = (), first: str = "", pattern: str = ANY) -> str:
-        """Any text in which none of `avoid` is written out, and that does not begin as the expression `first` says."""
+        """Any text that contains none of `avoid` and does not begin with a match of the expression `first`."""
         body = f"/{pattern}/"
         if avoid:
             body += f" & ~/{ANY}({'|'.join(map(escaped, avoid))}){ANY}/"
@@ -86,7 +86,7 @@ class Rules:
     def up_to(
         self, markers: Sequence[str], *, first: str = "", pattern: str = ANY, max_tokens: int | None = None
     ) -> str:
-        """A text, and the first marker in it. With `max_tokens` each marker must begin with a token."""
+        """A text up to and including its first marker. With `max_tokens`, each marker must begin with a token."""
         text = self.text([marker.strip() for marker in markers], first, pattern)
         limit = "" if max_tokens is None else f"max_tokens={max_tokens}"
         return self.rule(" | ".join(self._up_to(marker, text, limit) for marker in markers))
@@ -100,11 +100,11 @@ class Rules:
         return f"{lazy} {self.spell(marker[end:])}".rstrip()
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """JSON that the schema admits."""
+        """JSON that conforms to the schema."""
         return self.part(grammars.schema_part(dict(schema)))
 
     def part(self, part: Mapping[str, Any]) -> str:
-        """A reference to another grammar, which becomes a part of this one. Raises TooMuch."""
+        """Add another grammar as a part of this one; return a reference to it. Raises TooMuch."""
         key = json.dumps(part)
         self._num_chars += len(key)
         if self._num_chars > MAX_PART_CHARS:

@@ -1,6 +1,6 @@
-"""The text side of a model: everything a checkpoint's tokenizer and configuration files say, and no weights.
+"""The text side of a model: everything a checkpoint's tokenizer and configuration files say, without the weights.
 
-Used by the gateway and by the offline `LLM` alike, so both see the same prompt, the same text and the same endings.
+The gateway and the offline `LLM` both use it, so they see the same prompts, texts and endings.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class ModelText:
     """Tokenizer, end-of-sequence ids and chat template of one model; immutable, safe to share between threads.
 
     Attributes:
-        vocab_size: Width of the logits by config.json, or the tokenizer's size; a hint until a worker reports.
-        max_model_len: Context length by config.json, 0 if it does not say; likewise a hint.
+        vocab_size: Width of the logits in config.json, or the tokenizer's size; a hint until a worker reports.
+        max_model_len: Context length in config.json, 0 if it does not say; likewise a hint.
         eos_token_ids: Tokens that end an answer.
         sampling_defaults: The author's defaults from generation_config.json (temperature, top_p, top_k, min_p,
             repetition_penalty); `do_sample: false` reads as temperature 0.
         table: Token id -> bytes.
-        templates: Chat templates by name; "default", and "tool_use" where the model has its own for tools.
-        formats: How the templates have a model think and call tools.
-        reading: What the model is for, and what its files say of reading.
-        longest_token_bytes: No token covers more of a text than this; 0 where a token may swallow any amount.
+        templates: Chat templates by name; "default", and "tool_use" if the model has one for tools.
+        formats: How the model reasons and calls tools according to its templates.
+        reading: What the model is for, and what its files say about reading.
+        longest_token_bytes: No token covers more bytes of a text than this; 0 if a token may cover any number.
     """
 
     tokenizer: Tokenizer
@@ -88,12 +88,12 @@ class ModelText:
         tool_parser: str = "",
         reasoning_parser: str = "",
     ) -> ModelText:
-        """Read tokenizer.json and its neighbours. `chat_template_override` is a template's text, the parsers are names
-        of formats; without one the templates are asked. `task` is what the operator says the model is for.
+        """Read tokenizer.json and its neighbours. `chat_template_override` is a template's text; the parsers are names
+        of formats, by default recognised from the templates. `task` is what the operator says the model is for.
 
         Raises:
             BadModelFiles: a file is missing, too large or malformed.
-            UnsupportedTokenizer: the decoder is of an unknown kind.
+            UnsupportedTokenizer: the decoder has an unknown kind.
             BadTemplate: a chat template is too large or does not compile.
         """
         files = _ModelFiles(Path(model_dir))
@@ -102,22 +102,22 @@ class ModelText:
         return replace(text, reading=_reading(files, tokenizer, task))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Runs without the interpreter lock, so long texts belong into a thread.
+        """Token ids of `text`. Releases the GIL, so long texts belong in a thread.
 
-        Special tokens written out in the text become special tokens, as with Hugging Face tokenizers.
+        Special tokens spelled out in the text become special tokens, as with Hugging Face tokenizers.
         """
         ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._with_bos(ids) if add_special_tokens else ids
 
     def _with_bos(self, ids: list[int]) -> list[int]:
-        """Where tokenizer_config.json decides about the beginning-of-sequence token, it wins over tokenizer.json."""
+        """If tokenizer_config.json decides about the beginning-of-sequence token, it overrides tokenizer.json."""
         has_bos = bool(ids) and ids[0] == self.bos_token_id
         if self.bos_token_id is None or self.add_bos is None or self.add_bos == has_bos:
             return ids
         return [self.bos_token_id, *ids] if self.add_bos else ids[1:]
 
     def template(self, tools: bool = False) -> ChatTemplate:
-        """The template to use. Raises PagodaError when the model has none."""
+        """The template to use. Raises PagodaError if the model has none."""
         name = "tool_use" if tools and "tool_use" in self.templates else "default"
         template = self.templates.get(name)
         if template is None:
@@ -127,24 +127,24 @@ class ModelText:
 
     @property
     def template_options(self) -> frozenset[str]:
-        """What chat templates of this model read from their caller besides messages and tools."""
+        """The variables that this model's chat templates read besides messages and tools."""
         return frozenset(name for template in self.templates.values() for name in template.variables) - RESERVED
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
-        """The prompt's text, of messages as OpenAI's chat has them; `options` are those of `Chat`, and the template's.
+        """Render messages of OpenAI's chat API to the prompt's text; `options` are those of `Chat` and the template's.
 
         Raises:
-            PagodaError: INVALID_ARGUMENT when the template does not take these messages.
+            PagodaError: INVALID_ARGUMENT if the template does not take these messages.
         """
         return self.render_marked(_chat(messages, **options)).replace(MARK, "")
 
     def render_marked(self, chat: Chat) -> str:
-        """The prompt's text, with the marks that tell `encode_marked` which special tokens are only written out.
+        """Render the prompt's text, with marks by which `encode_marked` knows the special tokens that are plain text.
 
         `chat.options` must have passed `ChatTemplate.check_kwargs` if they come from a request.
 
         Raises:
-            PagodaError: INVALID_ARGUMENT when the template does not take these turns.
+            PagodaError: INVALID_ARGUMENT if the template does not take these turns.
         """
         template = self.template(bool(chat.tools))
         return template.render(
@@ -159,7 +159,7 @@ class ModelText:
         """Token ids of a text from `render_marked`.
 
         Raises:
-            PagodaError: INVALID_ARGUMENT where this tokenizer takes even plain text for a special token.
+            PagodaError: INVALID_ARGUMENT if this tokenizer takes even plain text for a special token.
         """
         if MARK not in text:
             return self.encode(text, add_special_tokens)
@@ -167,8 +167,8 @@ class ModelText:
         return opening + self.special.encode(text)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of the chat that `render_chat` shows; the template writes its own special tokens, and nobody else
-        does: those that a message writes out are read as plain text.
+        """Token ids of the chat that `render_chat` renders. Only the template writes special tokens: those spelled out
+        in a message are plain text.
         """
         return self.encode_marked(self.render_marked(_chat(messages, **options)))
 
@@ -182,7 +182,7 @@ class ModelText:
         return self.table.bytes_of(token_id)
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences that write these words, with and without a space in front."""
+        """The token sequences of these words, with and without a leading space."""
         found: list[tuple[int, ...]] = []
         for word in words:
             plain = tuple(self.encode(word.lstrip(), add_special_tokens=False))
@@ -193,7 +193,7 @@ class ModelText:
         return tuple(found)
 
     def min_tokens_of(self, num_chars: int) -> int:
-        """A lower bound of the tokens of so many characters, whatever they are; 0 where this tokenizer gives none."""
+        """A lower bound of the tokens of any text of this many characters; 0 if this tokenizer has no such bound."""
         longest = self.longest_token_bytes
         return -(-num_chars // longest) if longest else 0
 
@@ -204,7 +204,7 @@ def _chat(messages: Sequence[Message], tools: Any = None, **options: Any) -> Cha
 
 
 class _ModelFiles:
-    """The files of a model, each read at most once, with bounds."""
+    """The files of a model, each read at most once, up to a maximum size."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -241,7 +241,7 @@ class _ModelFiles:
 
 
 def _json_object(name: str, source: str) -> dict[str, Any]:
-    """Raises BadModelFiles when `source` is not a JSON object."""
+    """Raises BadModelFiles if `source` is not a JSON object."""
     try:
         value = json.loads(source)
     except (ValueError, RecursionError) as error:
@@ -289,7 +289,7 @@ def _reading(files: _ModelFiles, tokenizer: Tokenizer, task: str) -> ReadingText
 
 
 def _lowers(files: _ModelFiles) -> bool:
-    """Whether texts are put in lower case first, whatever the tokenizer's own files say."""
+    """Whether texts are lower-cased first, whatever the tokenizer's own files say."""
     said = next((fields for name in TRANSFORMER_FILES if (fields := files.json_object(name))), {})
     return said.get("do_lower_case") is True
 
@@ -354,7 +354,7 @@ def _table(tokenizer: Tokenizer, definition: Mapping[str, Any]) -> TokenTable:
 
 
 def _longest_token_bytes(definition: Mapping[str, Any], tokenizer: Tokenizer) -> int:
-    """Byte-level tokenizers drop nothing, so there (and only there) a text's size bounds its tokens from below."""
+    """Byte-level tokenizers drop nothing, so for them (and only them) a text's size bounds its tokens from below."""
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     steps = definition.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
@@ -369,7 +369,7 @@ def _longest_token_bytes(definition: Mapping[str, Any], tokenizer: Tokenizer) ->
 
 
 def _templates(files: _ModelFiles, override: str) -> dict[str, str]:
-    """Sources by name: the operator's, else chat_template.jinja and its neighbours, else tokenizer_config.json."""
+    """Sources by name: the operator's, otherwise chat_template.jinja and its neighbours, then tokenizer_config.json."""
     if override:
         return {"default": override}
     named = files.tokenizer_config.get("chat_template")

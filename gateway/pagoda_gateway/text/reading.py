@@ -1,4 +1,4 @@
-"""The text side of a model that reads: texts and pairs to tokens, and what its files say of prompts and labels."""
+"""The text side of embedding and scoring models: texts and pairs to tokens, and their files' prompts and labels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROLES = (DOCUMENT, QUERY)
 
 
 class Tokens(NamedTuple):
-    """`second_start`: where the second text of a pair begins, for models that tell texts apart; else 0. `unseen`: see
+    """`second_start`: where the second text of a pair begins, for models that distinguish them; else 0. `unseen`: see
     `PoolingParams`."""
 
     token_ids: list[int]
@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Template:
-    """How a pair is put to a model that answers yes or no: what stands before, between and after."""
+    """How a pair is presented to a model that answers yes or no."""
 
     before: str
     pair: str  # of instruction, query, document
@@ -39,7 +39,7 @@ class Template:
     instruction: str
 
 
-# As its authors give it: the answer would follow, so its likelihood is what is read.
+# As its authors give it: the score is the likelihood of the answer that would follow.
 QWEN3_RERANKER = Template(
     before=(
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -52,26 +52,26 @@ QWEN3_RERANKER = Template(
 
 
 class Marked(NamedTuple):
-    """`unseen`: tokens at its end that no token sees."""
+    """`unseen`: number of tokens at its end that no token attends to."""
 
     token_ids: list[int]
     unseen: int
 
 
-# Dimensions of which files say nothing: any in Qwen3-Embedding, these in EmbeddingGemma.
+# Dimensions that the files do not state: any in Qwen3-Embedding, these in EmbeddingGemma.
 LEARNED: Mapping[str, tuple[int, ...]] = {"Qwen3ForCausalLM": (), "Gemma3TextModel": (128, 256, 512)}
 
 
 @dataclass(frozen=True)
 class LateText:
-    """How texts of late interaction are marked, and queries filled up; see `pagoda_proto.pooling.late`."""
+    """How texts for late interaction are marked, and queries padded; see `pagoda_proto.pooling.late`."""
 
     files: Late
     marks: Marks
     mask: int
 
     def query(self, token_ids: Sequence[int]) -> Marked:
-        """`token_ids` as the tokenizer has them, with special tokens."""
+        """Mark and pad a query. `token_ids` include special tokens, as the tokenizer gives them."""
         marked = _marked(token_ids, self.marks.query)
         missing = max(0, self.files.filled - len(marked))
         return Marked(marked + [self.mask] * missing, 0 if self.files.seen else missing)
@@ -91,16 +91,16 @@ def _marked(token_ids: Sequence[int], marker: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingText:
-    """What a model is for, and what its files say of reading.
+    """What a model is for, and what its files say about reading.
 
     Attributes:
         kind: See `pagoda_proto.pooling.kinds`.
-        width: Numbers of a vector, about: a hint for how large an answer gets.
-        prompts: Texts that go before others, by name; `default_prompt` is the name of the one that does unasked.
-        dimensions: Which a request may ask for: None, none; empty, any.
+        width: Approximate length of a vector: a hint for the size of an answer.
+        prompts: Texts to put before inputs, by name; `default_prompt` names the one used by default.
+        dimensions: Those a request may ask for: None, none; empty, any.
         labels: Of the model's scores.
-        template: How pairs are put; None for two texts side by side.
-        late: Of a model of late interaction.
+        template: How pairs are presented; None for two texts side by side.
+        late: Only for a model of late interaction.
     """
 
     kind: str = GENERATE
@@ -114,12 +114,12 @@ class ReadingText:
 
     @property
     def output(self) -> str:
-        """What it makes of a text, if nothing else is asked."""
+        """Its default output for a text."""
         return self.kind if self.late is None else TOKEN_EMBED
 
     @property
     def of_pairs(self) -> str:
-        """What it makes of two texts at once; "" where each is read alone."""
+        """Its output for two texts at once; "" if it reads each alone."""
         return MAX_SIM if self.late is not None else CLASSIFY if self.kind == CLASSIFY else ""
 
 
@@ -131,7 +131,7 @@ def late_text(
     sentence: Mapping[str, Any],
     metadata: Mapping[str, Any],
 ) -> LateText | None:
-    """None for a model of another kind. Raises ValueError for files that do not go together."""
+    """None for a model of another kind. Raises ValueError for files that do not match."""
     late = late_of(config, modules, sentence, metadata)
     if late is None:
         return None
@@ -194,8 +194,8 @@ def tokens_of(  # noqa: PLR0913 - what a request may say
     role: str | None = None,
     room: int = 0,
 ) -> Tokens:
-    """Of a text, or of a pair as this model is asked about one; see `encode`. `role` and `room` are for late
-    interaction: what a text is, and how many tokens a pair may have."""
+    """Tokens of a text, or of a pair in this model's form; see `encode`. `role` and `room` are for late interaction:
+    query or document, and how many tokens a pair may have."""
     if own.late is not None and add_special:
         return _late(own.late, tokenizer, given, keep, left=left, role=role, room=room)
     if isinstance(given, str):
@@ -216,7 +216,7 @@ def _late(  # noqa: PLR0913 - as above
     role: str | None,
     room: int,
 ) -> Tokens:
-    """Each text with its marker; of a pair that is to be cut, the document has what the query leaves."""
+    """Each text with its marker; in a truncated pair, the document gets the room that the query leaves."""
 
     def read(text: str, keep: int | None) -> list[int]:
         return encode(tokenizer, text, None, keep=None if keep is None else keep - 1, left=left).token_ids
@@ -233,10 +233,10 @@ def _late(  # noqa: PLR0913 - as above
 def encode(
     tokenizer: Tokenizer, first: str, second: str | None, *, keep: int | None, left: bool = False, special: bool = True
 ) -> Tokens:
-    """Tokens of a text, or of a pair as the tokenizer puts them together.
+    """Tokens of a text, or of a pair as the tokenizer combines them.
 
-    With `keep` at most so many: texts lose their ends, with `left` their beginnings, of a pair the longer one; special
-    tokens stay.
+    `keep` is the most tokens: texts are cut at their ends, with `left` at their beginnings, the longer one of a pair
+    first; special tokens stay.
     """
     parts = [tokenizer.encode(text, add_special_tokens=False) for text in (first, second) if text is not None]
     if keep is not None:
@@ -249,7 +249,7 @@ def encode(
 
 
 def _lengths(lengths: list[int], room: int) -> list[int]:
-    """What is left of each so that all fit: the longer one gives up first."""
+    """Lengths at which all texts fit: the longer one is cut first."""
     if sum(lengths) <= room:
         return lengths
     if len(lengths) == 1:
@@ -262,8 +262,8 @@ def _lengths(lengths: list[int], room: int) -> list[int]:
 def templated(
     tokenizer: Tokenizer, special: SpecialTokens, template: Template, texts: tuple[str, str, str], keep: int | None
 ) -> Tokens:
-    """Tokens of instruction, query and document as `template` puts them; what they write out is plain text. With `keep`
-    the document loses its end."""
+    """Tokens of instruction, query and document in `template`; special tokens spelled out in them are plain text. With
+    `keep`, the document is cut at its end."""
     before, after = (tokenizer.encode(part, add_special_tokens=False).ids for part in (template.before, template.after))
     instruction, query, document = texts
     pair = template.pair.format(instruction=instruction, query=query, document=document)

@@ -1,7 +1,7 @@
-"""What a model writes for itself stands before its answer, between two marks; the first may be in the prompt already.
+"""Separates a model's reasoning from its answer: it comes first, between two marks, and the prompt may have opened it.
 
-Whether a model thinks is seen from the end of its prompt: where the template has opened the thoughts they go on, where
-it has closed them there are none, and elsewhere the model may open them itself.
+The end of the prompt shows whether the model thinks: if the template has opened the thoughts, they continue; if it has
+closed them, there are none; otherwise the model may open them itself.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Thinking(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningFormat:
-    """A family's way to think.
+    """How a model family marks its reasoning.
 
     Attributes:
-        names: What vLLM calls it; the same format may be known by several.
-        marks: A chat template that has all of these asks for it.
-        open, close: Around thoughts.
+        names: vLLM's names for it; one format may have several.
+        marks: A chat template that contains all of these uses it.
+        open, close: Marks around thoughts.
         implied: Answers begin with thoughts, though nothing opens them.
-        layout: What else stands between thoughts and answer, and is neither.
-        again: Thoughts may be opened at any place, also after others; this stands between.
-        answer: What a plain answer begins with.
+        layout: Other text between thoughts and answer that belongs to neither.
+        again: If set, thoughts may be opened anywhere, also after others; this text stands between them.
+        answer: Text with which a plain answer begins.
     """
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class ReasoningFormat:
         return self.open, self.close, *self.layout, self.again, self.answer
 
     def at(self, prompt: str) -> Thinking:
-        """Where the end of a prompt leaves the model."""
+        """The state in which the end of a prompt leaves the model."""
         end = prompt.rstrip()
         if end.endswith(self.close):
             return Thinking.OVER
@@ -120,7 +120,7 @@ REASONING_FORMATS = (
         open="<|plamo:begin_think:plamo|>",
         close="<|plamo:end_think:plamo|>",
     ),
-    ReasoningFormat(  # at its usual effort; at others it has other marks
+    ReasoningFormat(  # at its default effort; other efforts have other marks
         names=("k2_horizon",), marks=("<ifm|think>",), open="<ifm|think>", close="</ifm|think>"
     ),
     ReasoningFormat(
@@ -140,17 +140,17 @@ def recognised_reasoning(template: str, name: str = "") -> ReasoningFormat | Non
 
 
 class ReasoningReader:
-    """Text in, thoughts and text out, the same for any cutting of the input. White space next to marks is layout."""
+    """Text in, thoughts and text out, however the input is split. White space next to marks is layout."""
 
     def __init__(self, reasoning: ReasoningFormat, thinking: Thinking) -> None:
         self._format = reasoning
         self._thinking = thinking
         self._said: list[Said] = []
         self._source = Source()
-        self._held: list[str] = []  # white space at the end of a thought, which the mark may follow
+        self._held: list[str] = []  # white space at the end of a thought, dropped if a mark follows
         self._lead = ""  # between thoughts
         self._thought = False
-        self._trims = False  # what comes next loses the white space that it begins with
+        self._trims = False  # leading white space of the next text is dropped
         self._reading = self._read()
         next(self._reading, None)
 

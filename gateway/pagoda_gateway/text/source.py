@@ -1,7 +1,7 @@
-"""A parser reads a text as if all of it were there; where it lacks some, it waits.
+"""Incremental parsing: a parser is written as if the whole text were there, and waits where it is not yet.
 
-Parsers are generators over a `Source`: they yield when they need more, and every decision waits until the text, or its
-end, has made it certain. So what they find cannot depend on how the text was cut into pieces.
+Parsers are generators over a `Source`: they yield when they need more text, and make no decision before the text, or
+its end, makes it certain. So their results cannot depend on how the text was split.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
-Reading = Generator[None, None, T]  # yields where it needs more text
+Reading = Generator[None, None, T]  # yields when it needs more text
 Tell = Callable[[str], object]
 
 MAX_NAME_CHARS = 256
@@ -22,18 +22,18 @@ _SCALAR_END = frozenset(",]}")
 
 
 class NotACall(ValueError):
-    """What looked like the beginning of something is ordinary text."""
+    """What looked like the beginning of a construct is ordinary text."""
 
 
 class _Brackets:
-    """How deep a JSON text is in objects and lists; those in its strings do not count."""
+    """The nesting depth of a JSON text in objects and lists; brackets in its strings do not count."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._escaped = False
 
     def close_with(self, char: str) -> bool:
-        """Whether the outermost one ends with this character."""
+        """Whether this character closes the outermost bracket."""
         if self._in_string:
             self._in_string = self._escaped or char != '"'
             self._escaped = not self._escaped and char == "\\"
@@ -48,7 +48,7 @@ class _Brackets:
 
 
 class Source:
-    """What has come of a text. Owned by one parser, which reads it from left to right."""
+    """The text received so far. Owned by one parser, which reads it from left to right."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -66,21 +66,21 @@ class Source:
         self._ended = True
 
     def mark(self, back: int = 0) -> None:
-        """Keep what is read from here on, and `back` characters before it."""
+        """Keep the text read from here on, and `back` characters before it."""
         self._mark = self._at - back
 
     def unmark(self) -> str:
-        """What was read since the mark."""
+        """Return the text read since the mark, and drop the mark."""
         start, self._mark = self._mark, None
         return "" if start is None else self._text[start : self._at]
 
     @property
     def position(self) -> int:
-        """How much of what is kept is read. It changes when more comes; see `mark`."""
+        """How much of the kept text is read. Valid until more arrives; see `mark`."""
         return self._at - (self._mark or 0)
 
     def more(self) -> Reading[bool]:
-        """Wait for text beyond what is there; False at the end."""
+        """Wait for more text; False at the end."""
         there = len(self._text) - self._at
         while not self._ended and len(self._text) - self._at == there:
             yield
@@ -93,13 +93,13 @@ class Source:
         return self._text[self._at : self._at + 1]
 
     def next(self) -> Reading[str]:
-        """The next character, which is then read."""
+        """Read the next character, "" at the end."""
         char = yield from self.peek()
         self._at += len(char)
         return char
 
     def space(self) -> Reading[str]:
-        """White space, as much as there is."""
+        """Read white space, as much as there is."""
         found = ""
         while (char := (yield from self.peek())).isspace():
             found += char
@@ -107,7 +107,7 @@ class Source:
         return found
 
     def name(self) -> Reading[str]:
-        """Letters, digits, dots and dashes, as far as they go."""
+        """Read a name of letters, digits, dots, dashes and underscores, as far as it goes."""
         name = ""
         while len(name) < MAX_NAME_CHARS and _NAME_CHAR.match((yield from self.peek())):
             name += yield from self.next()
@@ -124,14 +124,14 @@ class Source:
         return True
 
     def one_of(self, texts: Sequence[str]) -> Reading[str]:
-        """Read the one of these texts that comes next, "" if none does. None may begin with another one."""
+        """Read whichever of these texts comes next; "" if none does. No text may be a prefix of another."""
         for text in texts:
             if (yield from self.take(text)):
                 return text
         return ""
 
     def loosely(self, text: str) -> Reading[bool]:
-        """Read `text`, if it comes next; how its words are spaced does not matter. Where it fails, some may be read."""
+        """Read `text` if it comes next, with any spacing of its words. On failure, part of it may have been read."""
         for word in text.split():
             yield from self.space()
             if not (yield from self.take(word)):
@@ -139,7 +139,7 @@ class Source:
         return True
 
     def closing(self, text: str) -> Reading[None]:
-        """Read `text` loosely, as far as it comes next; a word in which everything ends is read, too."""
+        """Read `text` loosely, as far as it comes next, including a last word that is cut off by the end."""
         for word in text.split():
             yield from self.space()
             if not (yield from self.take(word)):
@@ -148,14 +148,14 @@ class Source:
                 return
 
     def ends_in(self, word: str) -> bool:
-        """Whether all that is left is the beginning of this word."""
+        """Whether the text ends within this word."""
         return self._ended and word.startswith(self._text[self._at :])
 
     def until(self, markers: Sequence[str], tell: Tell, *, whole: bool = True) -> Reading[str | None]:
-        """Tell the text up to the first of these, as it comes, and read that marker too; None at the end.
+        """Pass the text before the first marker to `tell`, as it arrives; read and return the marker, None at the end.
 
-        No marker may begin with another one. What could be the beginning of one at the end is told only if the text
-        may be `whole` without it.
+        No marker may be a prefix of another. If the text ends in what could be the start of a marker, that is passed on
+        only if the text may be `whole` without the marker.
         """
         pattern = _any_of(tuple(markers))
         while True:
@@ -171,19 +171,20 @@ class Source:
                 return None
 
     def collect(self, *markers: str) -> Reading[str]:
-        """The text up to the first of these. Raises NotACall at the end."""
+        """Read the text before the first of these, and the marker. Raises NotACall at the end."""
         pieces: list[str] = []
         if (yield from self.until(markers, pieces.append)) is None:
             raise NotACall("it ends early")
         return "".join(pieces)
 
     def rest(self) -> str:
-        """All that is there."""
+        """Read everything received so far."""
         text, self._at = self._text[self._at :], len(self._text)
         return text
 
     def brackets(self, tell: Tell) -> Reading[bool]:
-        """Tell a JSON object or list as it comes, by its brackets and strings; False where the text ends in it."""
+        """Pass a JSON object or list to `tell` as it arrives, by its brackets and strings; False if the text ends in
+        it."""
         brackets = _Brackets()
         while True:
             for i in range(self._at, len(self._text)):
@@ -195,7 +196,7 @@ class Source:
                 return False
 
     def json_text(self) -> Reading[str]:
-        """The text of a JSON value. Raises NotACall where it is none, or not whole."""
+        """Read the text of a JSON value, by its brackets, quotes or delimiters."""
         first = yield from self.peek()
         pieces: list[str] = []
         if first and first in "{[":
@@ -209,7 +210,7 @@ class Source:
         return "".join(pieces)
 
     def json(self) -> Reading[object]:
-        """A JSON value. Raises NotACall."""
+        """Read a JSON value. Raises NotACall if it is invalid or incomplete."""
         text = yield from self.json_text()
         try:
             value: object = json.loads(text)
@@ -232,7 +233,7 @@ class Source:
             self._at = end
 
     def _num_held(self, markers: Sequence[str]) -> int:
-        """How many characters at the end could be the beginning of a marker."""
+        """How many characters at the end could be the start of a marker."""
         there = len(self._text) - self._at
         longest = min(max(map(len, markers)) - 1, there)
         for num in range(longest, 0, -1):

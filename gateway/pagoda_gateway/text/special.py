@@ -1,11 +1,11 @@
-"""Special tokens live only where the template wrote them: in what a request brought they are plain text.
+"""Special tokens are special only where the template wrote them: in a request's own strings they are plain text.
 
-Before rendering, a mark goes into every special token that is written out in the request's own strings, and behind
-every string that ends like the beginning of one, so that none comes about by joining. The template passes marks on like
-any other character. In the rendered text, special tokens without a mark are the template's. They are given other names,
-the marks are taken out, and a tokenizer that knows special tokens only by those names reads the text.
+Before rendering, a mark is put into every special token spelled out in the request's strings, and after every string
+that ends in the start of one, so that joining strings cannot form one. The template passes marks on like any other
+character. In the rendered text, special tokens without a mark are the template's. They are renamed, the marks are
+removed, and a tokenizer that knows special tokens only by the new names reads the text.
 
-A template that deletes text from inside a message may still join what stood apart.
+A template that deletes text inside a message may still join the parts of a special token.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tokenizers import AddedToken, Tokenizer
 
 from pagoda_proto.errors import ErrorCode, PagodaError
 
-# Unicode keeps these code points for a program's inner use; they are no characters.
+# Noncharacters: Unicode reserves these code points for a program's internal use.
 MARK = "\ufdd0"
 OTHER_NAME = "\ufdd1"
 _STEPS = ("normalizer", "pre_tokenizer")
 
 
 class SpecialTokens:
-    """Those of one tokenizer. Safe to share between threads.
+    """The special tokens of one tokenizer. Safe to share between threads.
 
-    `ids` are token ids by name, of all tokens that a grammar does not take for text: the special ones, and what
-    looks like a tag.
+    `ids` are ids by name of all tokens that a grammar does not treat as text: special ones, and those that look like
+    tags.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -42,10 +42,10 @@ class SpecialTokens:
         self._beginnings = tuple({text[:end] for text in special for end in range(1, len(text))})
 
     def marked(self, value: Any) -> Any:
-        """Strings of a JSON value, keys included, with marks where they are needed.
+        """Return a JSON value whose strings, keys included, have marks where needed.
 
         Raises:
-            PagodaError: INVALID_ARGUMENT for strings with code points that are kept for marks.
+            PagodaError: INVALID_ARGUMENT for strings with the code points reserved for marks.
         """
         if isinstance(value, str):
             return self._marked_text(value)
@@ -67,7 +67,7 @@ class SpecialTokens:
         """Token ids of a rendered text with marks.
 
         Raises:
-            PagodaError: INVALID_ARGUMENT where this tokenizer takes even plain text for a special token.
+            PagodaError: INVALID_ARGUMENT if this tokenizer takes even plain text for a special token.
         """
         tokenizer, live, ids = self._renamed
         present = [content for content in self._contents if content in text]
@@ -82,7 +82,8 @@ class SpecialTokens:
 
     @cached_property
     def _renamed(self) -> tuple[Tokenizer, frozenset[int], dict[int, int]]:
-        """A tokenizer over the same vocabulary, its ids of special tokens, and from its added ids to the model's."""
+        """A tokenizer of the same vocabulary, its ids of special tokens, and a map from its added ids to the model's.
+        """
         renamed = Tokenizer(self._tokenizer.model)
         for step in _STEPS:
             if getattr(self._tokenizer, step) is not None:
@@ -108,5 +109,5 @@ class SpecialTokens:
 
 
 def _is_no_text(token: AddedToken) -> bool:
-    """As llguidance sees it."""
+    """Whether llguidance does not treat it as text."""
     return bool(token.content) and (token.special or (token.content[0] == "<" and token.content[-1] == ">"))

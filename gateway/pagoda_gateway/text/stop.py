@@ -1,7 +1,7 @@
-"""After each character it is known how much of the text's end could be the beginning of a stop string.
+"""Finds stop strings, holding back only the end of the text that could be the start of one.
 
-That length is the depth of the state of an Aho-Corasick automaton (Aho and Corasick 1975) over the stop strings; it is
-exactly what has to be held back, and it does not depend on how the text was cut into pieces.
+The number of characters held back is the depth of the state of an Aho-Corasick automaton (Aho and Corasick 1975) over
+the stop strings, so it does not depend on how the text was split.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _automaton(words: tuple[str, ...]) -> _Node:
 
 
 def _link(node: _Node, root: _Node) -> list[_Node]:
-    """Set the failure links of the children of `node`; those of all shallower nodes are set."""
+    """Set the failure links of the children of `node`; all shallower nodes must have theirs. Returns the children."""
     for char, child in node.next.items():
         fail = node.fail
         while fail is not None and char not in fail.next:
@@ -45,9 +45,9 @@ def _link(node: _Node, root: _Node) -> list[_Node]:
 
 
 class StopMatcher:
-    """Finds the stop string that ends first in the text; of those that end together, the longest.
+    """Finds the stop string that ends first in the text; the longest if several end there.
 
-    `stopped_by` is that string once found; then nothing more comes out.
+    `stopped_by` is that string once found; from then on, nothing more is returned.
     """
 
     def __init__(self, stop: Sequence[str], *, include_stop: bool = False) -> None:
@@ -57,7 +57,7 @@ class StopMatcher:
         self.stopped_by: str | None = None
 
     def push(self, text: str, *, armed: bool = True) -> str:
-        """Take more text and return what is certain to be shown. While not `armed`, stop strings pass as text."""
+        """Take more text and return text that is certain to be shown. Unless `armed`, stop strings pass as text."""
         if not self._root.next:
             return text
         if self.stopped_by is not None:
@@ -69,7 +69,7 @@ class StopMatcher:
         return self._hold(text)
 
     def flush(self) -> str:
-        """End of the text: what was held back is ordinary text after all."""
+        """End of the text: return what was held back, which is ordinary text after all."""
         held, self._held = self._held, ""
         return "" if self.stopped_by is not None else held
 

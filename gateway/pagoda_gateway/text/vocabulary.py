@@ -1,8 +1,8 @@
-"""A token is some bytes; a tokenizer, seen from the output side, is the table token id -> bytes.
+"""The output side of a tokenizer: a table from token id to bytes.
 
 Every decoder found in checkpoints (byte-level BPE, SentencePiece pieces with or without byte fallback, plain words) is
-brought to this one form at load time, together with what happens at the very start of a text. A decoder that does not
-fit is refused when the model is loaded, by name.
+converted to this one form at load time, together with its rules for the very start of a text. Loading a model whose
+decoder does not fit fails, and names the decoder's step.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class UnsupportedTokenizer(ValueError):
-    """The tokenizer's decoder has a step that this program does not know; the message names it."""
+    """The tokenizer's decoder has an unknown step; the message names it."""
 
 
 @dataclass(frozen=True)
 class DecoderRules:
     """How token strings become bytes.
 
-    `replacements` are applied to each piece in order. `strip_left` (character, count) is taken off the start of a whole
-    text. `first_marker` is removed from the first token of a whole text (Metaspace). `separator` stands before every
+    `replacements` are applied to each piece in order. `strip_left` (character, count) is stripped from the start of a
+    whole text. `first_marker` is removed from the first token of a whole text (Metaspace). `separator` precedes every
     token but the first.
     """
 
@@ -38,7 +38,7 @@ class DecoderRules:
 
 
 class TokenTable:
-    """Token id -> bytes. Unknown ids (padding of the logits' width) have none. Entries are computed on first use."""
+    """Token id -> bytes. Unknown ids (padding of the logits' width) have no bytes. Computes entries on first use."""
 
     def __init__(self, rules: DecoderRules, tokens: Mapping[int, str], special_ids: frozenset[int]) -> None:
         self.rules = rules
@@ -47,7 +47,7 @@ class TokenTable:
         self._bytes: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The token's bytes inside a text, that is with a token before it."""
+        """The token's bytes inside a text, that is, after another token."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._compute(token_id)
@@ -87,7 +87,7 @@ def _byte_level_bytes(piece: str) -> bytes:
 
 @cache
 def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for every byte, inverted."""
+    """GPT-2's map from bytes to printable characters, inverted."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -97,7 +97,7 @@ def read_rules(decoder: dict[str, Any] | None) -> DecoderRules:
     """Translate the `decoder` of a tokenizer.json.
 
     Raises:
-        UnsupportedTokenizer: a step is unknown, or stands where it has another meaning.
+        UnsupportedTokenizer: a step is unknown, or is in a place where it has another meaning.
     """
     if decoder is None or decoder.get("type") == "WordPiece":
         return DecoderRules(separator=" ")
@@ -141,7 +141,7 @@ def _read_byte_fallback(step: dict[str, Any], earlier: Sequence[dict[str, Any]],
 
 
 def _read_fuse(step: dict[str, Any], earlier: Sequence[dict[str, Any]], fields: dict[str, Any]) -> None:
-    """Joining pieces is what a byte table does anyway."""
+    """Nothing to do: a byte table joins pieces anyway."""
 
 
 def _read_strip(step: dict[str, Any], earlier: Sequence[dict[str, Any]], fields: dict[str, Any]) -> None:
