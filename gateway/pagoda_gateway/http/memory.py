@@ -1,6 +1,6 @@
-"""What requests make the gateway hold is counted before it is held, in all and by client.
+"""Counts the memory that requests hold before they take it, in all and by client.
 
-Small things are not counted: connections are bounded, and so is what each may send below `COUNTED_ABOVE_BYTES`.
+Small amounts are not counted: connections are limited, and each can hold at most `COUNTED_ABOVE_BYTES` uncounted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _mallopt = getattr(_libc, "mallopt", None)
 
 
 def return_large_blocks() -> None:
-    """Bodies go back to the system one by one when they are freed, whatever lies above them. For a whole process."""
+    """Have glibc return each large block to the system as it is freed, whatever lies above it. Per process."""
     if _mallopt is not None:
         _mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def give_back_freed() -> None:
-    """Return freed memory to the system: glibc keeps what lies below a block in use, forever. Takes milliseconds in
-    which other threads run."""
+    """Return freed memory to the system: glibc keeps memory below a block in use forever. Takes milliseconds, in which
+    other threads run."""
     if _malloc_trim is not None:
         _malloc_trim(ctypes.c_size_t(0))
 
@@ -41,11 +41,11 @@ class MemoryBudget:
         self._by_client: Counter[str] = Counter()
 
     def holding(self, client: str) -> Holding:
-        """Nothing yet; who got it must `release` it in the end."""
+        """Return an empty holding; its owner must `release` it in the end."""
         return Holding(self, client)
 
     def move(self, client: str, num_bytes: int) -> None:
-        """Take bytes, or give them back with a negative number. Raises PagodaError OVERLOADED; then nothing moved."""
+        """Take bytes, or return them with a negative number. Raises PagodaError OVERLOADED; then nothing is taken."""
         if num_bytes > 0:
             own = self._by_client[client] + num_bytes
             if own > self.max_bytes_of_one or self.held_bytes + num_bytes > self._max_bytes:
@@ -66,7 +66,7 @@ class Holding:
         self._num_bytes = 0
 
     def grow_to(self, num_bytes: int) -> None:
-        """Raises PagodaError OVERLOADED when that is more than there is, and another when it always will be."""
+        """Raises PagodaError OVERLOADED if that is more than is left, REQUEST_TOO_LARGE if it always will be."""
         if num_bytes > self._budget.max_bytes_of_one:
             raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, "the request takes more memory than one client may use here")
         if num_bytes > max(COUNTED_ABOVE_BYTES, self._num_bytes):

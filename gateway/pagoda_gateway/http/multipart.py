@@ -1,4 +1,4 @@
-"""A form with one file is read as it comes: short fields are kept, and what there is of the file is handed on."""
+"""Parses a form with one file as it arrives: short fields are kept, and the file's bytes passed on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class UploadForm:
     """`feed` it the body and `close` it at the end. Only then are `fields` and `filename` complete."""
 
     def __init__(self, content_type: str) -> None:
-        """Raises PagodaError for a content type that is no form."""
+        """Raises PagodaError for a content type that is not a form."""
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             why = "the content type must be multipart/form-data with a boundary"
@@ -54,7 +54,7 @@ class UploadForm:
             raise _bad("the boundary of the form is too long") from error
 
     def feed(self, data: bytes) -> bytes:
-        """What is in `data` of the file. Raises PagodaError for what is no such form."""
+        """Return the file's bytes in `data`. Raises PagodaError for an invalid form."""
         try:
             self._parser.write(data)
         except FormParserError as error:

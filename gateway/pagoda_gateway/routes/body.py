@@ -1,4 +1,4 @@
-"""Bodies in and out. One that comes is bounded first, then parsed, and never held longer than it is needed."""
+"""Request and response bodies. A request's is bounded, then parsed, and never held longer than needed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ _MILLISECONDS = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
 def caller_of(request: Request) -> Caller:
-    """Who asks, as `limits` has found out."""
+    """The caller, as `http.limits` has identified it."""
     caller: Caller = request.scope.get("state", {}).get("caller", NOBODY)
     return caller
 
 
 def timeout_of(headers: Headers) -> float | None:
-    """How long the whole answer may take, in seconds, as the client says in a header; None where it does not. Raises
-    InvalidParams."""
+    """The client's timeout for the whole answer from the header, in seconds; None without one. Raises InvalidParams."""
     found = headers.getlist(TIMEOUT)
     if not found:
         return None
@@ -52,7 +51,7 @@ def timeout_of(headers: Headers) -> float | None:
 
 
 def due_at_of(headers: Headers) -> float:
-    """When that is, counted from now, in Unix seconds; 0 where the client does not say. Raises InvalidParams."""
+    """The deadline by that timeout from now, in Unix seconds; 0 without one. Raises InvalidParams."""
     timeout_s = timeout_of(headers)
     return 0.0 if timeout_s is None else time.time() + timeout_s
 
@@ -60,10 +59,10 @@ def due_at_of(headers: Headers) -> float:
 async def read_body(
     ctx: GatewayContext, request: Request, schema: type[Body], seen: Callable[[bytes], object] | None = None
 ) -> Body:
-    """The request's body as `schema`; whatever is wrong with it is a PagodaError. The bytes are not kept; `seen` may
-    look at them, wherever they are parsed."""
+    """Read the request's body as `schema`; raises PagodaError for any fault in it. The bytes are not kept; `seen` gets
+    them in the thread that parses them."""
     check_content_type(request.headers.get("content-type", ""))
-    data = b"".join([chunk async for chunk in request.stream() if chunk])  # of one no copy is made
+    data = b"".join([chunk async for chunk in request.stream() if chunk])  # a single chunk is not copied
 
     hold_for(request, parsed_bytes(data, schema.max_values))
 
@@ -83,8 +82,8 @@ def checked_body(ctx: GatewayContext, schema: type[Body], body: dict[str, Any]) 
 
 
 def query_of(request: Request, schema: type[Model]) -> Model:
-    """The request's query as `schema`; what ends in [] is a list. Raises InvalidParams naming what is unknown or wrong,
-    or said twice."""
+    """The request's query as `schema`; names that end in [] are lists. Raises InvalidParams naming parameters that are
+    unknown, wrong or given twice."""
     found: dict[str, Any] = {}
     for name, value in request.query_params.multi_items():
         if name.endswith("[]"):
@@ -97,16 +96,16 @@ def query_of(request: Request, schema: type[Model]) -> Model:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves. Raises ClientGone then."""
+    """Await `work`, and cancel it if the client leaves. Raises ClientGone then."""
     async with until_disconnect(request.receive):
         return await work
 
 
 def hold_for(request: Request, num_bytes: int, *, instead: bool = False) -> None:
-    """Count this much as held for the request; `instead` of its body, of which nothing is needed any more.
+    """Count this much memory as held for the request, or `instead` of its body, which is no longer needed.
 
     Raises:
-        PagodaError: OVERLOADED when that is more than there is.
+        PagodaError: OVERLOADED if that is more than is left, REQUEST_TOO_LARGE if it always will be.
     """
     holding: Holding | None = request.scope.get("state", {}).get("memory")
     if holding is not None:
@@ -116,7 +115,7 @@ def hold_for(request: Request, num_bytes: int, *, instead: bool = False) -> None
 
 
 def _check_counts(ctx: GatewayContext, body: dict[str, Any]) -> None:
-    """What is far too much is not even looked at."""
+    """Refuse lists that are far too long before validating them."""
     config = ctx.config
     longest = [max(model.engine.load.max_model_len, model.text.max_model_len) for model in ctx.catalogue]
     limits = {
@@ -126,7 +125,7 @@ def _check_counts(ctx: GatewayContext, body: dict[str, Any]) -> None:
     }
     for name, limit in limits.items():
         value = body.get(name)
-        if isinstance(value, list) and not (value and isinstance(value[0], int)):  # token ids are counted as such
+        if isinstance(value, list) and not (value and isinstance(value[0], int)):  # token ids have their own limit
             at_most(name, len(value), limit)
     prompt = body.get("prompt")
     if not isinstance(prompt, list) or body.get("truncate_prompt_tokens") is not None:
@@ -146,7 +145,7 @@ def parse_body(schema: type[Model], body: dict[str, Any]) -> Model:
 
 
 def listed(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
-    """A page of a list as OpenAI's API shows it; `more`: there are some after it."""
+    """A page of a list as OpenAI's API shows it; `more`: another page follows."""
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
 

@@ -82,8 +82,7 @@ class SpecialTokens:
 
     @cached_property
     def _renamed(self) -> tuple[Tokenizer, frozenset[int], dict[int, int]]:
-        """A tokenizer of the same vocabulary, its ids of special tokens, and a map from its added ids to the model's.
-        """
+        """A tokenizer of the same vocabulary, its ids of special tokens, and a map of its added ids to the model's."""
         renamed = Tokenizer(self._tokenizer.model)
         for step in _STEPS:
             if getattr(self._tokenizer, step) is not None:

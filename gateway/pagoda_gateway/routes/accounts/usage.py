@@ -59,7 +59,7 @@ def _days(asked: UsageQuery) -> tuple[date, date]:
 
 
 async def _tenants(ctx: GatewayContext, caller: Caller, key_id: str | None) -> list[str]:
-    """Raises PagodaError FORBIDDEN to who asks for somebody else's."""
+    """Raises PagodaError FORBIDDEN if a client asks for another key's usage."""
     if Right.MANAGE in caller.grant.rights:
         return [key_id] if key_id else await ctx.ledger.tenants()
     if key_id not in (None, caller.tenant):
