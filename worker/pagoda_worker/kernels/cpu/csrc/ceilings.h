@@ -1,8 +1,8 @@
-// What this machine can do at most: multiply with nothing to load, and read with nothing to compute. A kernel's speed is
-// stated as a share of these.
+// Measures this machine's ceilings: multiplying with nothing to load, and reading with nothing to compute. A kernel's speed
+// is stated as a share of these.
 //
-// A probe of multiplication is worth nothing unless its accumulators stay in registers: one that stores them measures the
-// store port. Hence so many chains as cover the instruction's latency, unrolled by the compiler, and no memory operand.
+// A probe of multiplication is meaningful only if its accumulators stay in registers: one that stores them measures the store
+// port. Hence enough chains to cover the instruction's latency, unrolled by the compiler, and no memory operands.
 #pragma once
 
 #include "amx.h"
@@ -10,7 +10,7 @@
 
 namespace PAGODA_NS {
 
-// A value the compiler knows nothing of, so that it cannot compute what follows ahead of time.
+// Hides a value from the compiler, so that it cannot precompute what follows.
 template <typename T>
 PAGODA_INLINE T unknown(T x) {
 #if defined(__x86_64__)
@@ -42,8 +42,8 @@ PAGODA_INLINE Floats floats(float x) { return Floats{x, x, x, x}; }
 PAGODA_INLINE Floats multiply_add(Floats acc, Floats a, Floats b) { return acc * a + b; }
 #endif
 
-// Every probe does `rounds` of its instruction on each chain and returns the operations done, a multiplication and an
-// addition being two.
+// Every probe runs `rounds` of its instruction on each chain and returns the number of operations, counting a multiplication
+// and an addition as two.
 
 [[maybe_unused]] static double peak_floats(long rounds) {
   Floats acc[CHAINS], a = unknown(floats(0.999f)), b = unknown(floats(0.001f));
@@ -58,7 +58,7 @@ PAGODA_INLINE Floats multiply_add(Floats acc, Floats a, Floats b) { return acc *
   return 2.0 * (sizeof(Floats) / 4) * CHAINS * (double)rounds;
 }
 
-// Without an instruction for bf16 a kernel widens to float and multiplies that, so the peak of floats is its ceiling.
+// Without a bf16 instruction, kernels widen to float and multiply floats, so the peak of floats is the ceiling.
 [[maybe_unused]] static double peak_bf16(long rounds) {
 #if PAGODA_LEVEL >= 3
   __m512 acc[CHAINS];
@@ -91,7 +91,7 @@ PAGODA_INLINE Ints dot4(Ints acc, Ints a, Ints b) {
 }
 #endif
 
-// Products of bytes summed by fours: one instruction with VNNI, three without. The base level multiplies floats.
+// Products of bytes, summed in fours: one instruction with VNNI, three without. The base level multiplies floats.
 [[maybe_unused]] static double peak_int8(long rounds) {
 #if PAGODA_LEVEL >= 1
   Ints acc[CHAINS], a = unknown(lanes(0x01020304)), b = unknown(lanes(0x01010101));
@@ -110,8 +110,8 @@ PAGODA_INLINE Ints dot4(Ints acc, Ints a, Ints b) {
 }
 
 #ifdef __AMX_BF16__
-// Six tiles of sums and two that are multiplied, each sum of 16 x 16 x 16 words. These hold numbers as they occur, as bf16 of
-// either sign between 1/2 and 2: with zeros the unit needs less power, and the processor is faster.
+// Six tiles of sums and two of operands; each product is of 16 x 16 x 16 words. The operands hold realistic numbers, as bf16
+// of either sign between 1/2 and 2: with zeros the unit needs less power, and the processor clocks higher.
 template <TileProduct KIND>
 static double peak_tiles(long rounds) {
   constexpr bool BYTES = KIND != TileProduct::PAIRS;
@@ -144,7 +144,7 @@ static double peak(int kind, long rounds) {
 static double peak(int kind, long rounds) { return kind == 0 ? peak_bf16(rounds) : peak_int8(rounds); }
 #endif
 
-// The exclusive or of what it reads, so that every byte is needed.
+// Returns the exclusive or of what it reads, so that every byte is needed.
 static uint64_t read_all(const char* data, size_t bytes) {
   typedef uint64_t Word __attribute__((vector_size(sizeof(Floats))));
   constexpr size_t SIZE = sizeof(Word);

@@ -1,10 +1,10 @@
-// Mixture of experts around the products, by the definition in kernels/routing.py.
+// Mixture of experts apart from the products, as defined in kernels/routing.py.
 //
-// Tokens are gathered by expert (a counting sort), so that the rows of an expert lie together and pass its panels as rows
-// of any layer would. Whoever computes what, a token's bits are those of its row and of its ranks.
+// Tokens are gathered by expert (a counting sort), so that the rows of an expert are contiguous and pass its panels like the
+// rows of any layer. Whichever thread computes what, a token's bits depend only on its row and its ranks.
 //
-// `order` is how the operations in between tell each other: [0] experts with rows; from 1 on their ids; from 1 + experts on
-// where the rows of each begin, and an end; from 2 + 2 * experts on the place of each token and rank, [tokens, chosen].
+// `order` passes the result of the sort between operations: [0] number of experts with rows; from 1 on their ids; from
+// 1 + experts on the first row of each, and an end; from 2 + 2 * experts on the row of each token and rank, [tokens, chosen].
 #pragma once
 
 #include "linear.h"
@@ -19,7 +19,7 @@ struct Order {
   Order(const int32_t* order, int count) : experts(order + 1), starts(experts + count), places(starts + count + 1), busy(*order) {}
 };
 
-// The best of `count`, ties to the first; of those that are taken none. NaN is better than nothing.
+// The index of the best of `count` scores that is not taken, ties to the first. A NaN is chosen only if it comes first.
 PAGODA_INLINE int best_of(const float* scores, const bool* taken, int count) {
   int best = -1;
   for (int i = 0; i < count; ++i)
@@ -27,7 +27,7 @@ PAGODA_INLINE int best_of(const float* scores, const bool* taken, int count) {
   return best;
 }
 
-// As good as a group is: its so many highest scores together.
+// A group's score: the sum of its `top` highest scores.
 static float group_score(const float* scores, int size, int top) {
   bool taken[MOST_EXPERTS] = {};
   float total = 0.0f;
@@ -39,7 +39,7 @@ static float group_score(const float* scores, int size, int top) {
   return total;
 }
 
-// Takes the experts of all groups but the best.
+// Marks the experts of all groups but the best as taken.
 static void take_others(const RouteOp& op, const float* scores, bool* taken) {
   const int size = op.experts / op.groups;
   float totals[MOST_EXPERTS];
@@ -49,7 +49,7 @@ static void take_others(const RouteOp& op, const float* scores, bool* taken) {
   for (int e = 0; e < op.experts; ++e) taken[e] = !kept[e / size];
 }
 
-// Scores of all experts; `own` are those without favour.
+// Scores of all experts; `own` is without `favour`.
 static void score_experts(const RouteOp& op, const float* logits, float* own, float* scores) {
   for (int e = 0; e < op.experts; e += 16) {
     f16 x = load_some(logits + e, op.experts - e);
@@ -59,7 +59,7 @@ static void score_experts(const RouteOp& op, const float* logits, float* own, fl
   }
 }
 
-// Logits of the chosen -> their weights, by a softmax over these or over all.
+// Logits of the chosen experts -> their weights, by a softmax over these or over all experts.
 static void softmax_weights(const RouteOp& op, const float* logits, float* own, float* weights) {
   const f16 top = set1(own[0]);
   for (int r = op.chosen; r < MOST_CHOSEN; ++r) own[r] = own[0];
@@ -82,7 +82,7 @@ static void sigmoid_weights(const RouteOp& op, const float* own, float* weights)
   for (int r = 0; r < op.chosen; ++r) weights[r] = op.renormalised ? own[r] / (total + 1e-20f) : own[r];
 }
 
-// Who a token goes to, and with what weights.
+// Chooses a token's experts and their weights.
 static void route_row(const RouteOp& op, size_t row) {
   const float* logits = op.logits + row * op.experts;
   int32_t* ids = op.ids + row * op.chosen;
@@ -126,7 +126,7 @@ static void gather_row(const GatherOp& op, size_t row) {
     memcpy(op.y + (size_t)order.places[row * op.chosen + r] * op.dim, op.x + row * op.dim, 2 * (size_t)op.dim);
 }
 
-// The products of a token, weighted and added in the order of ranks.
+// The products of a token, weighted and added in order of rank.
 static void combine_row(const CombineOp& op, size_t row) {
   const Order order(op.order, op.experts);
   const int32_t* places = order.places + row * op.chosen;

@@ -1,15 +1,15 @@
-// Sixteen lanes of small whole numbers at a time, at every instruction set level; see simd.h.
+// Sixteen lanes of small integers at a time, at every instruction set level; see simd.h.
 //
-// Sums of products are exact, so they are the same at every level. What there is, besides the arithmetic:
+// Sums of products are exact, so they are the same at every level. Besides arithmetic this provides:
 //   dot4(acc, w, a)          acc + the four unsigned bytes of each lane of w times the four signed bytes of a
-//   pair_of(w, s[, z])       nibbles s and s + 4 of each lane less z (or 8), by `right` what Bf16 multiplies
-//   floats_of(w, s)          the same nibbles as floats of 4 bits
-//   load_powers(p)           2 to the power of each byte less 127; of byte 0 nothing, which is less by 2**-127
+//   pair_of(w, s[, z])       nibbles s and s + 4 of each lane minus z (or 8); `right` turns them into operands of Bf16
+//   floats_of(w, s)          the same nibbles as 4-bit floats
+//   load_powers(p)           2**(byte - 127) for each byte; 0 for byte 0, which is off by 2**-127
 //   largest_magnitude(x, n)  the bits of the largest |x| of n bf16, NaN above all; n is a multiple of 32
 //   store_rounded(p, a)      a to nearest, ties to even, as 16 int8, or at AVX2 as 16 int16 as below; |a| <= 127
-//   dot2(acc, w, a)          acc + the two signed numbers of 16 bits of each lane of w times those of a
-//   bytes_apart(w, i)        bytes i and i + 2 of each lane, which are signed, as two numbers of 16 bits
-//   store_shorts(p, a)       a to nearest, as 16 int16, of each four in the order 0, 2, 1, 3; |a| <= 32767
+//   dot2(acc, w, a)          acc + the two signed 16-bit numbers of each lane of w times those of a
+//   bytes_apart(w, i)        the signed bytes i and i + 2 of each lane as two 16-bit numbers
+//   store_shorts(p, a)       a to nearest, as 16 int16, each four in the order 0, 2, 1, 3; |a| <= 32767
 #pragma once
 
 #include "simd.h"
@@ -22,10 +22,11 @@ PAGODA_INLINE float as_float(uint32_t bits) {
   return f;
 }
 
-// Below this numbers that are rounded together count as zeros; 127 or 32767 by what is above is finite.
+// If the largest magnitude of numbers that are rounded together is below this, all become zero; 127 or 32767 divided by
+// anything larger is finite.
 constexpr float FAINT = 0x1p-100f;
 
-// The largest |x| of n bf16, NaN if one is no finite number; n is a multiple of 16.
+// The largest |x| of n bf16, NaN if one is not finite; n is a multiple of 16.
 PAGODA_INLINE float largest_finite(const uint16_t* x, int n) {
   f16 most = zero(), poison = zero();
   for (int i = 0; i < n; i += 16) {
@@ -37,7 +38,7 @@ PAGODA_INLINE float largest_finite(const uint16_t* x, int n) {
 }
 
 #if PAGODA_LEVEL >= 1
-PAGODA_INLINE uint32_t largest_u16(__m256i a) {  // there is an instruction for the least of eight
+PAGODA_INLINE uint32_t largest_u16(__m256i a) {  // inverted, because there is an instruction for the minimum of eight
   __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
   return 0xffffu & ~(uint32_t)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi32(-1))));
 }
@@ -50,8 +51,8 @@ PAGODA_INLINE void store_fours(int16_t* p, __m256i a) {
 
 #if PAGODA_LEVEL >= 2  // AVX-512: one register
 
-// Accumulators have a type of 32-bit lanes. An __m512i is of 64-bit lanes to the compiler, which would copy each
-// accumulator to and fro around every product.
+// Accumulators have a type with 32-bit lanes. To the compiler an __m512i has 64-bit lanes; it would copy each accumulator
+// back and forth around every product.
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 struct ints { i32x16 v; };
 struct quads { __m512i v; };        // 16 x 4 unsigned bytes, or 16 x 8 nibbles
@@ -87,7 +88,7 @@ PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) { return dot4(acc
 PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
   return {acc.v + (i32x16)_mm512_madd_epi16(w.v, _mm512_set1_epi32((int)a))};
 }
-// Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: the instruction for bytes would saturate.
+// Multiplies bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: the instruction for bytes would saturate.
 PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
   __m512i x = _mm512_set1_epi32((int)a);
   __m512i a_even = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8);
@@ -105,7 +106,7 @@ PAGODA_INLINE zero_points load_zeros(const uint8_t* p) {
   __m512i z = (__m512i)load_u8(p).v;
   return {_mm512_or_si512(z, _mm512_slli_epi32(z, 16))};
 }
-// Entry i of 32: the whole number i (below 16) or i - 32, as bf16.
+// Entry i of 32: the integer i (below 16) or i - 32, as bf16.
 PAGODA_INLINE __m512i signed_table() {
   alignas(64) static const uint16_t t[32] = {
       0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
@@ -114,7 +115,7 @@ PAGODA_INLINE __m512i signed_table() {
       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
   return _mm512_load_si512(t);
 }
-// Entry i: (i % 16) - 8 as bf16. The fifth bit of an index, the next nibble's first, makes no difference.
+// Entry i: (i % 16) - 8 as bf16. The fifth index bit, which belongs to the next nibble, is ignored.
 PAGODA_INLINE __m512i middle_table() {
   alignas(64) static const uint16_t t[32] = {
       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
@@ -123,7 +124,7 @@ PAGODA_INLINE __m512i middle_table() {
       0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
   return _mm512_load_si512(t);
 }
-// Entry i: the float that the four bits of i % 16 are, as bf16.
+// Entry i: the E2M1 float with the bits i % 16, as bf16.
 PAGODA_INLINE __m512i float_table() {
   alignas(64) static const uint16_t t[32] = {
       0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
@@ -163,7 +164,7 @@ PAGODA_INLINE void store_shorts(int16_t* p, f16 a) { store_fours(p, _mm512_cvtep
 #include "ints_avx2.h"
 namespace PAGODA_NS {
 
-#else  // plain C++: what the compiler makes of it
+#else  // plain C++, left to the compiler
 
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
@@ -178,7 +179,7 @@ PAGODA_INLINE ints operator*(ints a, ints b) { return {a.v * b.v}; }
 PAGODA_INLINE int32_t sum(ints a) { int32_t r = 0; PAGODA_EACH r += a.v[i]; return r; }
 PAGODA_INLINE f16 to_float(ints a) { f16 r; PAGODA_EACH r.v[i] = (float)a.v[i]; return r; }
 PAGODA_INLINE ints load_u8(const uint8_t* p) { ints r; PAGODA_EACH r.v[i] = p[i]; return r; }
-// An exponent 112 too small, put right by the product; that holds for subnormal numbers too, but not for infinity.
+// The bits give an exponent that is 112 too small, which the product corrects, also for subnormals, but not for infinity.
 PAGODA_INLINE f16 load_half(const uint16_t* p) {
   f16 r;
   PAGODA_EACH r.v[i] = as_float((uint32_t)(p[i] & 0x7fff) << 13 | (uint32_t)(p[i] & 0x8000) << 16) * 0x1p112f;
@@ -207,7 +208,7 @@ PAGODA_INLINE quads bytes_apart(quads a, int i) {
   const i16x32 w = (i16x32)a.v;
   return {(u32x16)((i ? w : w << 8) >> 8)};
 }
-#ifdef __SSE2__  // which every x86-64 has: it multiplies 32-bit numbers slowly, and compilers do not see that these are short
+#ifdef __SSE2__  // every x86-64: 32-bit multiplication is slow, and compilers do not see that these are 16-bit numbers
 PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
   const __m128i x = _mm_set1_epi32((int)a);
   __m128i part[4], sums[4];
@@ -244,8 +245,8 @@ PAGODA_INLINE void store_shorts(int16_t* p, f16 a) {
 
 #endif
 
-// How the micro-kernel multiplies whole numbers of 16 bits with signed bytes, four instead of a pair: see Bf16. In a row
-// they lie as `store_shorts` leaves them, because a pass takes every other byte of a word.
+// How the micro-kernel multiplies 16-bit integers by signed bytes, in fours instead of pairs: see Bf16. Rows are in the
+// order of `store_shorts`, because a pass takes every other byte of a word.
 struct Int16Bytes {
   typedef int32_t Value;
   typedef ints Sum;
@@ -262,7 +263,7 @@ struct Int16Bytes {
   }
 };
 
-#if PAGODA_LEVEL < 2  // a pair is two floats, because that is what Bf16 would make of it
+#if PAGODA_LEVEL < 2  // a pair is two floats, because Bf16 would convert it to these anyway
 struct zero_points { f16 v; };
 struct weight_pairs { f16 even, odd; };
 

@@ -1,4 +1,4 @@
-// What ints.h says there is, at AVX2 with F16C, and with AVX-VNNI: sixteen lanes are two registers.
+// The functions listed in ints.h, for AVX2 with F16C and optionally AVX-VNNI: sixteen lanes are two registers.
 #pragma once
 
 #include "ints.h"
@@ -36,7 +36,7 @@ PAGODA_INLINE quads high_nibbles(quads a) { return low_nibbles({_mm256_srli_epi3
 
 PAGODA_INLINE __m256i bytes_apart(__m256i a, int i) { return _mm256_srai_epi16(i ? a : _mm256_slli_epi16(a, 8), 8); }
 PAGODA_INLINE quads bytes_apart(quads a, int i) { return {bytes_apart(a.lo, i), bytes_apart(a.hi, i)}; }
-// The same of bytes that are not signed.
+// The same for unsigned bytes.
 PAGODA_INLINE __m256i every_other_byte(__m256i a, int i) { return i ? _mm256_srli_epi16(a, 8) : _mm256_and_si256(a, _mm256_set1_epi16(255)); }
 PAGODA_INLINE quads every_other_byte(quads a, int i) { return {every_other_byte(a.lo, i), every_other_byte(a.hi, i)}; }
 
@@ -58,13 +58,13 @@ PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
 }
 #endif
 typedef int16_t i16x16 __attribute__((vector_size(32)));
-struct halves { i16x16 lo, hi; };  // 16 x 2 whole numbers of 16 bits
+struct halves { i16x16 lo, hi; };  // 16 x 2 integers of 16 bits
 PAGODA_INLINE ints both(halves a) {
   const __m256i one = _mm256_set1_epi16(1);
   return {(i32x8)_mm256_madd_epi16((__m256i)a.lo, one), (i32x8)_mm256_madd_epi16((__m256i)a.hi, one)};
 }
-// How the micro-kernel multiplies nibbles with bytes: see Bf16. Instead of a pair there are eight of each. Sums are of 16
-// bits, into which MOST times eight go: each half gets four products then, which are at most 15 * 127.
+// How the micro-kernel multiplies nibbles by bytes, eight of each instead of a pair: see Bf16. Sums have 16 bits, which hold
+// MOST times eight products: each half gets four products of each eight, each at most 15 * 127.
 struct Nibbles {
   typedef halves Sum;
   typedef uint32_t Left;
@@ -96,7 +96,7 @@ PAGODA_INLINE void store(int32_t* p, ints a) {
   _mm256_storeu_si256((__m256i*)p + 1, (__m256i)a.hi);
 }
 #ifdef __AVXVNNI__
-// How the micro-kernel multiplies unsigned with signed bytes, four instead of a pair: see Bf16.
+// How the micro-kernel multiplies unsigned by signed bytes, four instead of a pair: see Bf16.
 struct Bytes {
   typedef int32_t Value;
   typedef ints Sum;
@@ -111,7 +111,7 @@ struct Bytes {
     return dot4(acc, b, four);
   }
 };
-// The same with nibbles, eight instead of a pair.
+// The same for nibbles, eight instead of a pair.
 struct NibbleBytes {
   typedef int32_t Value;
   typedef ints Sum;
@@ -127,8 +127,8 @@ struct NibbleBytes {
   }
 };
 #else
-// The same of numbers of 16 bits, because the instruction for bytes would saturate. In a row they lie as `store_shorts`
-// leaves them, because a pass takes every other byte of a word.
+// The same with 16-bit numbers, because the instruction for bytes would saturate. Rows are in the order of `store_shorts`,
+// because a pass takes every other byte of a word.
 struct Bytes {
   typedef int32_t Value;
   typedef ints Sum;
@@ -151,8 +151,8 @@ PAGODA_INLINE f16 nibble(quads a, int s) {  // nibble s of every lane
           _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a.hi, 4 * s), mask))};
 }
 
-// Nibble s less 8. It becomes the last bits of a number that is as large as makes them whole ones, which is taken away with
-// the 8: that is one operation less than a conversion, and of kinds that processors do more of at once.
+// Nibble s minus 8. The nibble is put in the mantissa of a float so large that its bits count as integers; that float and 8
+// are then subtracted together. This takes one operation less than a conversion, and kinds with a higher throughput.
 PAGODA_INLINE __m256 nibble_less_8(__m256i a, int s) {
   if (s >= 5) a = _mm256_srli_epi32(a, 20), s -= 5;  // there are 23 bits
   const __m256i bits = _mm256_and_si256(a, _mm256_set1_epi32(15 << 4 * s)), large = _mm256_set1_epi32((127 + 23 - 4 * s) << 23);

@@ -1,7 +1,7 @@
-// Rows of a matrix as tiles read them, kept by a thread while it works through panels.
+// Rows of a matrix in the form that tiles read, kept by a thread while it works through panels.
 //
-// A thread prepares the rows of a block when it comes to the block. Threads that share a block each prepare it, which costs
-// less than waiting for each other would. What a thread keeps is as large as the largest block it has met.
+// A thread prepares the rows of a block when it reaches the block. Threads that share a block each prepare it themselves,
+// which is cheaper than waiting for each other. A thread's buffer grows to the size of the largest block it has had.
 #pragma once
 
 #include <cstdlib>
@@ -18,13 +18,13 @@ class Kept {
   ~Kept() { free(memory_); }
 
  protected:
-  // Whether the rows from `first` on are already here. `use` names the operation and the call: see Level in program.h.
+  // Whether the rows from `first` on are already here. `use` identifies the operation and the call: see Work in program.h.
   bool holds(int first, uint64_t use) const { return use == use_ && first == first_; }
   void hold(int first, uint64_t use) {
     first_ = first;
     use_ = use;
   }
-  // What was here is lost. Not std::vector: the linker could give one level another level's copy of its code.
+  // Discards the contents. Not a std::vector: the linker could give one level another level's copy of its code.
   uint8_t* reserve(size_t bytes) {
     use_ = 0;
     if (bytes <= size_) return memory_;
@@ -35,7 +35,7 @@ class Kept {
     return memory_;
   }
   int first() const { return first_; }
-  // Bytes between rows of so many. At a power of two from each other they would share a cache set.
+  // The stride for rows of `bytes` bytes. Rows a power of two apart would share a cache set.
   static size_t apart(size_t bytes) { return (bytes + 63) / 64 * 64 + 64; }
 
  private:
@@ -48,7 +48,7 @@ class Kept {
 // Rows of bf16 as Bf16::Left.
 class LeftRows : public Kept {
  public:
-  // Rows [first, last); `x` [last - first, k] are these, `apart_by` numbers from one to the next, or together if that is 0.
+  // Takes rows [first, last), given as `x` [last - first, k]: `apart_by` elements from one to the next; 0: contiguous.
   void take(const uint16_t* x, int first, int last, int k, int apart_by, uint64_t use) {
     if (holds(first, use)) return;
     const size_t step = (size_t)(apart_by ? apart_by : k);
@@ -65,7 +65,7 @@ class LeftRows : public Kept {
   }
 
 #ifdef __AMX_BF16__
-  // The same, for tiles that take each segment of them by products.
+  // The same, for tiles that take each segment product by product.
   void take_tiles(const uint16_t* x, int first, int last, int k, int segments, int apart_by, uint64_t use) {
     if (holds(first, use)) return;
     segment_bytes_ = 2 * (size_t)k / segments;
@@ -75,7 +75,7 @@ class LeftRows : public Kept {
     if (last - first > TILE_ROWS) order_tiles(last - first, segments);
     hold(first, use);
   }
-  // From `row` on, which is the first of its tile, of a segment's products.
+  // The tile whose first row is `row`, for one product of a segment.
   TileRows tile(int row, int segment, int product) const {
     if (tiles_) return order_.tile(tiles_, row - first(), segment * products_ + product);
     const char* at = rows_ + (size_t)(row - first()) * stride_ + segment * segment_bytes_ + product * TileOrder::PRODUCT;
@@ -110,7 +110,7 @@ class LeftRows : public Kept {
     }
   }
 
-  uint8_t* tiles_ = nullptr;  // where they are in the order of tiles, if they are
+  uint8_t* tiles_ = nullptr;  // the rows in tile order, or null
   TileOrder order_ = {};
   size_t segment_bytes_ = 0;
   int products_ = 0;  // of a segment

@@ -15,12 +15,12 @@ namespace PAGODA_NS {
 
 #ifdef __AMX_BF16__
 constexpr int ROWS_AT_ONCE = TILE_BLOCK;
-constexpr int ROWS_OF_GROUPS = 4 * TILE_BLOCK;  // whose sums, when each few inputs are scaled, have room in the nearest cache
+constexpr int ROWS_OF_GROUPS = 4 * TILE_BLOCK;  // for small groups: the sums of so many rows fit in the first-level cache
 #else
 constexpr int ROWS_AT_ONCE = MAX_ROWS;
 constexpr int ROWS_OF_GROUPS = BLOCK;
 #endif
-// Rows of x, as the tiles read them, that stay in half of a 1 MiB L2 while all panels pass.
+// Rows of x, in the form that tiles read, that stay in half of a 1 MiB L2 cache while all panels pass.
 static int block_rows(const LinearOp& op) {
   int row_bytes = op.k * (int)(op.form.bits != 16 && op.form.input_bits == 8 ? LEVEL_BYTES : sizeof(Bf16::Left));
   const int most = op.form.bits == 4 ? ROWS_OF_GROUPS : BLOCK;
@@ -33,7 +33,7 @@ static int num_blocks(const LinearOp& op, const Step& s) {
   return (s.num_tokens + size - 1) / size;
 }
 
-// A piece of a linear layer: rows [from, to), the block-th of their blocks, by a panel.
+// A piece of a linear layer: rows [from, to), which are block number `block`, by a panel.
 struct Piece {
   int block, from, to, panel;
 };
@@ -42,7 +42,7 @@ PAGODA_INLINE Piece piece_of(const LinearOp& op, const Step& s, int item) {
   return {block, (int)((long)s.num_tokens * block / blocks), (int)((long)s.num_tokens * (block + 1) / blocks), item % panels};
 }
 
-// What a linear layer is done with as one.
+// The operations a linear layer is fused with.
 struct Around {
   const RmsNormOp* norm;   // of its inputs, or null
   const RopeKvOp* rope;    // of its outputs, or null
@@ -57,7 +57,7 @@ static RopeArgs rope_args(const RopeKvOp& op, const Step& s) {
   return {op, s.positions, s.kv_indices + (size_t)op.kv.table * s.num_tokens, s.num_tokens};
 }
 
-// After a piece: a head that it was the last to make a part of is turned or written, for the rows of the block.
+// After a piece: rotates or writes the heads that the piece completed, for the rows of the block.
 static void finish_heads(const RopeArgs& a, const LinearOp& op, const Piece& p, int32_t* done) {
   const int dim = a.kv.dim, begin = p.panel * PANEL, end = begin + PANEL < op.n ? begin + PANEL : op.n;
   for (int head = begin / dim; head * dim < end; ++head) {
@@ -69,7 +69,7 @@ static void finish_heads(const RopeArgs& a, const LinearOp& op, const Piece& p, 
   }
 }
 
-// Rows [from, to), the first of them at x, through a panel; `matrix` is the first panel.
+// Rows [from, to), the first of which is at x, through a panel; `matrix` is the first panel.
 PAGODA_INLINE void run_panel(Inputs& in, const LinearOp& op, const void* matrix, const uint16_t* x, const Piece& p, uint64_t use) {
   if (op.form.bits == 16) {
     const uint8_t* panel = (const uint8_t*)matrix + p.panel * ((size_t)(op.k / 2) * PANEL_ROW);
@@ -82,7 +82,7 @@ PAGODA_INLINE void run_panel(Inputs& in, const LinearOp& op, const void* matrix,
   }
 }
 
-// Whoever has the first panel of a block leaves the normed rows where others look for them.
+// The thread with the first panel of a block also stores the normed rows where later operations read them.
 static void run_linear(const Step& s, const Work& work, int first, int last) {
   static thread_local Inputs in;
   const LinearOp& op = linear_of(work);
@@ -113,7 +113,7 @@ static LinearOp linear_of(const ExpertsOp& op) {
   return linear;
 }
 
-// As many pieces as the experts with rows have panels, and more: which these are is not known when work is cut up.
+// At least as many pieces as the experts with rows have panels: which experts these are is not yet known when work is cut.
 static int expert_pieces(const ExpertsOp& op, const Step& s) {
   const long rows = (long)s.num_tokens * op.chosen;
   return (int)(rows < op.experts ? rows : op.experts) * num_panels(linear_of(op));
@@ -137,7 +137,7 @@ static void run_experts(const ExpertsOp& op, uint64_t use, int first, int last) 
   }
 }
 
-// A piece of one head is one of its linear layer.
+// One head as a linear layer, whose pieces are the head's.
 static LinearOp linear_of(const HeadsOp& op, int head, size_t panel_bytes) {
   LinearOp linear{};
   linear.x = op.x + head * op.k;
@@ -165,7 +165,7 @@ static void run_heads(const HeadsOp& op, const Step& s, uint64_t use, int first,
     const int head = item / pieces;
     const LinearOp linear = linear_of(op, head, head_bytes(op));
     const Piece p = piece_of(linear, s, item % pieces);
-    const uint64_t own = use + ((uint64_t)(head + 1) << 48);  // rows that are kept are a head's
+    const uint64_t own = use + ((uint64_t)(head + 1) << 48);  // kept rows belong to one head
     run_panel(in, linear, linear.panels, linear.x + (size_t)p.from * linear.x_stride, p, own);
   }
 }
@@ -174,7 +174,7 @@ static AttentionArgs attention_args(const Op& op, const Step& s) {
   const int32_t* tables = s.block_tables + (size_t)op.attention.kv.table * s.num_rows * s.max_blocks;
   return {op.attention, tables, s.query_starts, s.context_lens, s.max_blocks};
 }
-// Too much for what every thread would have to have, so a thread takes it when it first attends.
+// Too large to allocate for every thread, so a thread allocates it when it first computes attention.
 struct OwnScratch {
   AttentionScratch* scratch = (AttentionScratch*)aligned_alloc(64, sizeof(AttentionScratch));
   ~OwnScratch() { free(scratch); }
@@ -189,7 +189,7 @@ static void run_rope(const Op& op, const Step& s, int first, int last) {
   for (int t = first; t < last; ++t) rope_token(a, t);
 }
 
-// What is done as one with a linear layer is done as a linear layer.
+// Operations fused with a linear layer run as a linear layer.
 static Kind kind_of(const Op* ops, int count) { return count > 1 ? LINEAR : (Kind)ops->kind; }
 
 static Cut cut(const Op* ops, int count, const Step& s, int threads) {

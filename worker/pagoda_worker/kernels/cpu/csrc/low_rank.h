@@ -1,5 +1,5 @@
-// What adapters add to a linear layer, by `add_low_rank` in kernels/reference.py: first down to the ranks, then, in the
-// epilogue of the layer, up to its outputs. Both add in one order, whatever else is computed.
+// The low-rank products that adapters add to a linear layer, as `add_low_rank` in kernels/reference.py defines them: first
+// down to the ranks, then, in the layer's epilogue, up to its outputs. Both sum in a fixed order.
 #pragma once
 
 #include <cstring>
@@ -10,7 +10,7 @@
 
 namespace PAGODA_NS {
 
-constexpr int RANKS_AT_ONCE = 4, TOKENS_AT_ONCE = 4;  // sums in registers, of neighbours with the same adapter
+constexpr int RANKS_AT_ONCE = 4, TOKENS_AT_ONCE = 4;  // sums in registers; tokens are neighbours with the same adapter
 
 PAGODA_INLINE f16 bf16_below(const uint16_t* p, int count) {
   if (count >= 16) return load_bf16(p);
@@ -25,7 +25,7 @@ PAGODA_INLINE int slot_in(const float* low) {
   return slot;
 }
 
-// Products of so many tokens with so many lines of a.
+// Products of TOKENS tokens and RANKS lines of `a`.
 template <int TOKENS, int RANKS>
 static __attribute__((noinline)) void shrink_some(const ShrinkOp& op, const LowSlot& adapter, int row, int rank) {
   const uint16_t *x = op.x + (size_t)row * op.k, *a = adapter.a + (size_t)rank * op.k;
@@ -66,7 +66,7 @@ static int shrink_pieces(const ShrinkOp& op, const Step& s) {
   return (s.num_tokens + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE * (op.width / 16);
 }
 
-// A piece is 16 of the ranks for a few tokens; the first of them also says which slots these have.
+// A piece is 16 ranks for a few tokens; their first piece also writes the tokens' slots.
 static void shrink_piece(const ShrinkOp& op, const Step& s, int item) {
   const int pieces = op.width / 16, first = item / pieces * TOKENS_AT_ONCE, from = item % pieces * 16;
   const int count = s.num_tokens - first < TOKENS_AT_ONCE ? s.num_tokens - first : TOKENS_AT_ONCE;
@@ -86,7 +86,7 @@ static void shrink_piece(const ShrinkOp& op, const Step& s, int item) {
     if (slots[t] >= 0) shrink_tokens<1>(op, slots[t], first + t, from);
 }
 
-// Adds what an adapter has for 16 outputs to so many lines of a tile.
+// Adds an adapter's part of 16 outputs to TOKENS lines of a tile.
 template <int TOKENS>
 PAGODA_INLINE void expand_some(const LowSlot& adapter, const float* low, size_t stride, int group, float* sums) {
   const int32_t* span = adapter.groups + 3 * group;
@@ -104,7 +104,7 @@ PAGODA_INLINE void expand_some(const LowSlot& adapter, const float* low, size_t 
   for (int t = 0; t < TOKENS; ++t) store(sums + t * PANEL, load(sums + t * PANEL) + total[t]);
 }
 
-// Adds what the adapters of rows have for the outputs of a panel to their sums [rows][PANEL]. Others stay as they are.
+// Adds the adapters' part of a panel's outputs to the sums [rows][PANEL]. Rows without an adapter are not touched.
 static __attribute__((noinline)) void expand(float* sums, int rows, int first, int column, const LinearOp& op) {
   const size_t stride = LOW_HEAD + op.low_width;
   const float* low = op.low + (size_t)first * stride;

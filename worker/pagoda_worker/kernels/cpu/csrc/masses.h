@@ -1,4 +1,4 @@
-// Sixteen logits at a time as bits and as whole numbers, and the exact sums of these. See sampling.h for why whole.
+// Sixteen logits at a time as bit masks and as integers, and exact sums of the integers. See sampling.h for the reason.
 #pragma once
 
 #include "sample_call.h"
@@ -16,11 +16,11 @@ PAGODA_INLINE uint64_t bits(double x) {
   memcpy(&u, &x, 8);
   return u;
 }
-// x in [0, 2^52) to the nearest whole number, ties to even.
+// x in [0, 2^52) to the nearest integer, ties to even.
 PAGODA_INLINE uint64_t whole(float x) { return bits((double)x + WHOLE) - WHOLE_BITS; }
 
-// The natural logarithm of a positive number, within 2e-16 of its size or of 1: ours, because every libm has bits of
-// its own. x = m * 2^e with m in [sqrt(1/2), sqrt(2)), and log m = 2 (s + s^3 / 3 + s^5 / 5 ..), s = (m - 1) / (m + 1).
+// The natural logarithm of a positive number, with an error within 2e-16, relative or absolute. Our own, because libms round
+// differently. x = m * 2^e with m in [sqrt(1/2), sqrt(2)), and log m = 2 (s + s^3 / 3 + s^5 / 5 ..), s = (m - 1) / (m + 1).
 static double log(double x) {
   int e = 0;
   uint64_t u = bits(x);
@@ -35,7 +35,7 @@ static double log(double x) {
   return e * 0.6931471805599453 + (2.0 * s + 2.0 * s * series);
 }
 
-// The sum of `whole` over lanes. Every vector adds 16 WHOLE_BITS too, modulo 2^64, which `total` takes off.
+// The sum of `whole` over lanes. Every vector also adds 16 WHOLE_BITS, modulo 2^64, which `total` subtracts.
 #if PAGODA_LEVEL >= 2
 struct Mass { __m512i v; int vectors; };
 PAGODA_INLINE Mass no_mass() { return {_mm512_setzero_si512(), 0}; }
@@ -99,7 +99,7 @@ PAGODA_INLINE void add(Mass& m, f16 w) {
 PAGODA_INLINE void wholes(f16 w, uint64_t* to) {
   for (int i = 0; i < 16; ++i) to[i] = whole(w.v[i]);
 }
-PAGODA_INLINE void truncated(f16 x, int32_t* to) {  // of what is no int, anything
+PAGODA_INLINE void truncated(f16 x, int32_t* to) {  // undefined for values outside the range of int
   for (int i = 0; i < 16; ++i) to[i] = x.v[i] > -1e9f && x.v[i] < 1e9f ? (int32_t)x.v[i] : 0;
 }
 PAGODA_INLINE unsigned above(f16 x, f16 limit) {

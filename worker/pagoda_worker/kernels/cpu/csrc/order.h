@@ -1,5 +1,5 @@
-// The order of a row's tokens, found as far as somebody asks for it: maxima of slices, buckets by depth, and the few
-// tokens of one bucket, sorted. See sampling.h.
+// The order of a row's tokens, computed only as far as needed: maxima of slices, buckets by depth, and the few tokens of one
+// bucket, sorted. See sampling.h.
 #pragma once
 
 #include <cstdlib>
@@ -13,13 +13,13 @@ namespace PAGODA_NS {
 static float slice_max(const float* row, int vocab, int slice) {
   f16 top = set1(-INF), wrong = zero(), lowest = set1(LOWEST);
   each_in_slice(row, vocab, slice, [&](int, f16 x) {
-    top = max(x, top);                           // of two lanes that do not compare, `max` is the second
+    top = max(x, top);                           // if a lane is NaN, `max` returns its second operand
     wrong = fma(max(lowest, x), zero(), wrong);  // 0, but a NaN for a NaN or an infinity other than -inf
   });
   return sum(wrong) == 0.0f ? max_lane(top) : __builtin_nanf("");
 }
 
-// The highest of a row; NaN if any slice's is one.
+// The highest logit of a row; NaN if any slice's maximum is NaN.
 static float highest(const float* maxima, int slices) {
   float top = -INF;
   for (int s = 0; s < slices; ++s) {
@@ -43,8 +43,8 @@ static int first_of_highest(const float* row, int vocab, const float* maxima, fl
 constexpr int NEAR = 64, LAST = BUCKETS - 1;
 constexpr float PER_BUCKET = 0.125f;
 
-// How a row's tokens are weighed, and which of its buckets are filled: [0, edge). `whole`: its total mass is wanted.
-// `counted`: so are counts of tokens.
+// How a row's tokens are weighed, and which of its buckets are filled: [0, edge). `whole`: the total mass is needed.
+// `counted`: token counts are needed.
 struct Weighing {
   float top, scale;
   int edge;
@@ -61,7 +61,7 @@ PAGODA_INLINE int bucket_of(float height) {
 }
 PAGODA_INLINE int past(int bucket) { return bucket < LAST ? bucket + 1 : LAST; }
 
-// The first buckets that hold `k` tokens, known by maxima of as many slices.
+// The end of the first buckets that hold at least `k` tokens, inferred from the maxima of `k` or more slices.
 static int edge_of(int k, const float* maxima, int slices, const Weighing& w) {
   int counts[BUCKETS] = {}, b = -1;
   for (int s = 0; s < slices; ++s) counts[bucket_of(height(maxima[s], w))]++;
@@ -86,7 +86,7 @@ static Weighing weighing_of(const SampleCall& c, int r) {
   return w;
 }
 
-// Buckets that neighbouring lanes fill each for themselves: one that all tokens fall into would have each wait for the last.
+// Neighbouring lanes fill separate copies of the buckets: if all tokens fell into one bucket, each add would wait for the last.
 constexpr int WAYS = 4;
 struct Tally {
   Bucket ways[WAYS][BUCKETS];
@@ -106,7 +106,7 @@ PAGODA_INLINE void tally(Tally& t, unsigned lanes, const int32_t* places, const 
   for (; lanes; lanes &= lanes - 1) add(__builtin_ctz(lanes));
 }
 
-// Counts tokens of slices [first, last) into buckets [from, to); returns the mass of all of them if that is wanted.
+// Counts tokens of slices [first, last) into buckets [from, to); returns the mass of all tokens if `all`.
 static uint64_t fill(const float* row, int vocab, const float* maxima, int first, int last, const Weighing& w, int from,
                      int to, bool all, Bucket* buckets) {
   Tally t;
@@ -156,7 +156,7 @@ struct Found {
   uint64_t mass;  // of the tokens up to it and its own
 };
 
-// The tokens of a bucket, in the order of ids. Two arrays, because a selection moves what it keeps from one to the other.
+// The tokens of a bucket, in order of id. Two arrays, because a selection copies what it keeps from one to the other.
 struct Candidates {
   Candidate* items = nullptr;
   Candidate* other = nullptr;
@@ -167,7 +167,7 @@ struct Candidates {
     free(other);
   }
 
-  // For 16 more.
+  // Makes room for 16 more.
   void make_room() {
     if (count + 16 <= room) return;
     room = room ? 2 * room : 1024;
@@ -176,10 +176,10 @@ struct Candidates {
     if (!items || !other) abort();
   }
 
-  // In the order of keys, of equal ones in that of ids: the first token with which the tokens up to it are `wanted`, or
-  // with which their mass is, if that is how they are counted. There are as many. What is not near it is not sorted.
+  // In order of key, then of id: the first token at which the number of tokens so far, or with `by_mass` their mass, reaches
+  // `wanted`, which must not exceed the total. Sorts only the tokens near it.
   Found reach(uint64_t wanted, bool by_mass) {
-    uint64_t mass = 0, seen = 0;  // of the tokens that come before all of these
+    uint64_t mass = 0, seen = 0;  // of the tokens ordered before all remaining ones
     while (count > FEW) {
       uint32_t lowest = items[0].key, highest = lowest;
       for (int i = 1; i < count; ++i) {
@@ -234,13 +234,13 @@ struct Candidates {
 };
 
 PAGODA_INLINE uint32_t order_key(float logit) {
-  float x = 0.0f - logit;  // one zero of the two
+  float x = 0.0f - logit;  // maps both zeros to one
   uint32_t u;
   memcpy(&u, &x, 4);
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
 
-// Questions about the order of one row. Buckets beyond `edge` are filled when a question goes that far.
+// Queries about the order of one row. Buckets beyond `edge` are filled when a query gets that far.
 struct Search {
   const float* row;
   int vocab, slices;
@@ -249,7 +249,7 @@ struct Search {
   Bucket* buckets;
   Candidates& candidates;
 
-  // Makes bucket b known; false for the last, whose tokens weigh nothing.
+  // Ensures that bucket b is filled; false for the last, whose tokens have no weight.
   bool known(int b) {
     if (b < w.edge) return true;
     if (b == LAST) return false;
@@ -258,7 +258,7 @@ struct Search {
     return true;
   }
 
-  // Fetches the tokens of heights in (low, high].
+  // Collects the tokens with heights in (low, high].
   void fetch(float low, float high) {
     candidates.count = 0;
     for (int s = 0; s < slices; ++s) {
@@ -296,7 +296,7 @@ struct Search {
     return mass;
   }
 
-  // The lesser of `mass` and the mass of all tokens of at least this height.
+  // The smaller of `mass` and the mass of all tokens at least this high.
   uint64_t capped(uint64_t mass, float least) {
     uint64_t sum = 0;
     int end = bucket_of(least);
@@ -311,7 +311,7 @@ struct Search {
     return sum < mass ? sum : mass;
   }
 
-  // The first token with which the mass reaches `wanted`, which is no more than there is.
+  // The first token at which the mass reaches `wanted`, which must not exceed the total.
   Found reach(uint64_t wanted) {
     uint64_t mass = 0;
     int b = 0;

@@ -1,5 +1,5 @@
-// The C interface: plain pointers in, nothing owned but the thread pool. Python reaches it by ctypes, which releases the
-// GIL for the length of a call.
+// The C interface: takes plain pointers and owns nothing but the thread pool. Python calls it through ctypes, which releases
+// the GIL for the duration of a call.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -18,11 +18,11 @@
 
 namespace {
 
-// What a level needs of the processor and of the operating system.
+// Features of processor and operating system that a level may need.
 enum Feature : unsigned { AVX2 = 1, FMA = 2, F16C = 4, AVX_VNNI = 8, AVX512 = 16, AVX512_VNNI = 32, AVX512_BF16 = 64, AMX = 128 };
 
 struct Entry {
-  const Level* level;  // null: the compiler could not make it
+  const Level* level;  // null: the compiler could not build it
   unsigned needs;
 };
 // PAGODA_LEVELS is a bit mask of the levels this library was built with.
@@ -40,7 +40,7 @@ const Entry LEVELS[] = {
 constexpr int NUM_LEVELS = sizeof LEVELS / sizeof LEVELS[0];
 
 #if defined(__x86_64__)
-// Tiles of bf16 and of bytes, and the system's leave to use them: a process has to ask for the room they take in switches.
+// Whether there are tiles for bf16 and bytes and the kernel permits them: a process must request the larger context state.
 bool amx() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
   constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24, INT8 = 1u << 25;
@@ -73,13 +73,13 @@ unsigned features() {
   return found;
 }
 
-// Pieces of an operation lie in an order in which neighbours read and write neighbouring memory, and so do the same parts of
-// one operation and the next. So each thread has a part of its own, and only when that is done takes from others'.
+// Pieces of an operation are ordered so that neighbours access neighbouring memory, and so do the same parts of consecutive
+// operations. So each thread has its own part, and takes pieces from others only when that is done.
 class Parts {
  public:
   Parts(size_t operations, int threads) : threads_(threads), begun_(new Counter[operations * (size_t)threads]) {}
 
-  // Work on an operation's `total` pieces until none is left; every thread calls this.
+  // Works on an operation's `total` pieces until none is left; every thread calls this.
   template <typename F>
   void take(size_t operation, int thread, int total, F work) {
     for (int turn = 0; turn < threads_; ++turn) {
@@ -102,22 +102,22 @@ class Parts {
   int border(int total, int thread) const { return (int)((long)total * thread / threads_); }
 
   const int threads_;
-  std::unique_ptr<Counter[]> begun_;  // pieces, of each thread's part of each operation
+  std::unique_ptr<Counter[]> begun_;  // pieces begun, by operation and thread
 };
 
-// A pool, and the memory that its threads share within an operation. It only grows.
+// A pool, and the memory that its threads share within an operation, which only grows.
 struct Crew : Pool {
   explicit Crew(const std::vector<int>& cpus) : Pool(cpus) {}
   std::vector<float> floats;
   std::vector<int32_t> done;
 };
 
-// So many rows are normed by every thread sooner than threads have waited for each other.
+// Up to this many rows, it is faster for every thread to norm all rows than to wait at a barrier.
 constexpr int FEW_ROWS = 8;
 
 bool done_as_one(const Op& op, const Step& step) { return op.joined && (op.kind != LINEAR || step.num_tokens <= FEW_ROWS); }
 
-// The operations as they are done in this step.
+// The operations of this step, fused where possible.
 std::vector<Work> works_of(Crew& crew, const Level& level, const Op* ops, int num_ops, const Step& step) {
   static std::atomic<uint64_t> uses{1};
   const uint64_t use = uses.fetch_add((uint64_t)num_ops, std::memory_order_relaxed);
@@ -136,8 +136,8 @@ std::vector<Work> works_of(Crew& crew, const Level& level, const Op* ops, int nu
   return works;
 }
 
-// The end of the works from `begin` on between which nobody waits: those of a single piece that follow each other are done
-// by the thread that takes the first.
+// The end of the works from `begin` on that need no barrier in between: the thread that takes the first of consecutive
+// single-piece works does all of them.
 size_t end_of_turn(const std::vector<Work>& works, size_t begin) {
   size_t end = begin + 1;
   if (works[begin].cut.pieces == 1)
@@ -160,7 +160,7 @@ void run_program(Crew& crew, const Level& level, const Op* ops, int num_ops, con
   crew.run(body);
 }
 
-// So many logits are looked at sooner than another thread is woken.
+// Up to this many logits, sampling is faster than waking another thread.
 constexpr size_t FEW_LOGITS = 1 << 18;
 
 void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
@@ -180,7 +180,7 @@ void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
 
 extern "C" {
 
-// See ABI in library.py, which says when to raise both.
+// See ABI in library.py for when to raise both.
 int pagoda_abi() { return 16; }
 
 void pagoda_sizes(int* sizes) {
@@ -199,12 +199,12 @@ int pagoda_runs_with(int level, unsigned features) {
 // AVX2 with VNNI, AVX-512, AVX-512 with VNNI, AVX-512 with VNNI and BF16, the same with AMX.
 int pagoda_supports(int level) { return pagoda_runs_with(level, features()) && LEVELS[level].level != nullptr; }
 
-// One thread per entry of cpus, pinned to it unless it is -1; entry 0 is for the calling thread, while it computes.
+// One thread per entry of cpus, pinned to that CPU unless it is -1; entry 0 is for the calling thread while it computes.
 void* pagoda_pool_new(const int* cpus, int count) { return new Crew(std::vector<int>(cpus, cpus + count)); }
 
 void pagoda_pool_free(void* pool) { delete (Crew*)pool; }
 
-// How often its threads, if they are several, have met.
+// Number of completed barriers, if the pool has several threads.
 unsigned pagoda_pool_meetings(void* pool) { return ((Crew*)pool)->meetings(); }
 
 // w: [n, k] bf16 row major, k even -> ceil(n/32) panels of [k/2][32] pairs.
@@ -234,7 +234,7 @@ void pagoda_run(void* pool, int level, const Op* ops, int num_ops, const Step* s
   run_program(*(Crew*)pool, *LEVELS[level].level, ops, num_ops, *step);
 }
 
-// Choose the next token of each row of logits [num_rows, vocab], vocab < 2^20. The logits are overwritten.
+// Chooses the next token of each row of logits [num_rows, vocab], vocab < 2^20. The logits are overwritten.
 void pagoda_sample(void* pool, int level, float* logits, int num_rows, int vocab, const SampleRow* rows,
                    SampleResult* results) {
   SampleCall call{logits, num_rows, vocab, rows, results, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
@@ -259,7 +259,7 @@ void pagoda_sample(void* pool, int level, float* logits, int num_rows, int vocab
   run_sampling(count * (size_t)vocab <= FEW_LOGITS ? alone : *(Crew*)pool, *LEVELS[level].level, call);
 }
 
-// Operations that each thread does in `rounds` of a level's multiplication (kind 0: bf16, 1: int8); see ceilings.h.
+// Runs `rounds` of a level's multiplication (kind 0: bf16, 1: int8); returns the operations per thread. See ceilings.h.
 double pagoda_peak(void* pool_, int level, int kind, long rounds) {
   Pool& pool = *(Crew*)pool_;
   std::atomic<double> done{0.0};
@@ -268,7 +268,7 @@ double pagoda_peak(void* pool_, int level, int kind, long rounds) {
   return done.load();
 }
 
-// Reads a buffer once with all threads, in pieces as they come. `bytes` is a multiple of 512.
+// Reads a buffer once with all threads, which take pieces dynamically. `bytes` is a multiple of 512.
 uint64_t pagoda_read(void* pool_, int level, const char* data, size_t bytes) {
   constexpr size_t PIECE = 1 << 20;
   Pool& pool = *(Crew*)pool_;
@@ -285,8 +285,8 @@ uint64_t pagoda_read(void* pool_, int level, const char* data, size_t bytes) {
   return seen.load();
 }
 
-// Tensor t, [blocks][block_bytes[t]], gets block pairs[2 i] also as block pairs[2 i + 1], which differ. Every source is read
-// before any destination is written: what another pair overwrites is put aside first.
+// In each tensor t, [blocks][block_bytes[t]], copies block pairs[2 i] to block pairs[2 i + 1]; destinations are distinct. Every
+// source is read before any destination is written: sources that another pair overwrites are saved first.
 void pagoda_copy_blocks(void* pool_, char* const* tensors, const int64_t* block_bytes, int num_tensors, const int64_t* pairs,
                         int count) {
   Pool& pool = *(Crew*)pool_;

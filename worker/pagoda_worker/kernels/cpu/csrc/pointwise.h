@@ -1,6 +1,6 @@
-// What happens to one token at a time: norms, rotary embedding with the write into the cache, embedding.
+// Per-token operations: norms, rotary embedding fused with the write to the cache, embedding.
 //
-// Roundings to bf16 stand where the op-by-op path has them, so that both can be compared closely.
+// Values are rounded to bf16 at the same points as on the op-by-op path, so that the two can be compared closely.
 #pragma once
 
 #include "linear.h"
@@ -27,7 +27,7 @@ PAGODA_INLINE void normalise(const uint16_t* x, const float* w, uint16_t* y, int
   weighted(x, inverse_rms(x, dim, eps), w, y, dim);
 }
 
-// The norm is of x, or of x + residual, which then goes to `sum`.
+// Norms x, or x + residual, which is then also stored to `sum`.
 PAGODA_INLINE void rms_norm_row(const RmsNormOp& op, int row, uint16_t* sum, uint16_t* y) {
   const size_t at = (size_t)row * op.dim;
   const uint16_t* x = op.x + at;
@@ -43,10 +43,10 @@ static void rms_norm_row(const RmsNormOp& op, int row) {
   rms_norm_row(op, row, op.sum + at, op.y + at);
 }
 
-// Rows that a linear layer takes as they come out of its norm, by each thread for itself.
+// Rows that a linear layer takes directly from its norm; each thread norms them for itself.
 class NormedRows : public Kept {
  public:
-  // Rows [first, last). `shared`: they go to where the norm has its results too, which one of the threads has to do.
+  // Rows [first, last). `shared`: also stores them as the norm's results, which exactly one thread has to do.
   const uint16_t* take(const RmsNormOp& op, int first, int last, uint64_t use, bool shared) {
     if (holds(first, use) && (shared_ || !shared)) return rows_;
     shared_ = shared;
@@ -73,11 +73,11 @@ struct RopeArgs : RopeKvOp {
   int num_tokens;
 };
 
-// Dimension i turns with dimension i + dim / 2 by the angle of pair i.
+// Rotates dims i and i + dim / 2 by the angle of pair i.
 PAGODA_INLINE void rotate(const uint16_t* x, uint16_t* y, const float* cos, const float* sin, int dim) {
   int half = dim / 2;
   for (int i = 0; i < half; i += 16) {
-    int n = half - i < 16 ? half - i : 16;  // a half may be no multiple of 16; a whole is
+    int n = half - i < 16 ? half - i : 16;  // dim is a multiple of 16, half of it need not be
     f16 left = load_some(x + i, n), right = load_some(x + half + i, n);
     f16 c = load_some(cos + i, n), s = load_some(sin + i, n);
     store_some(y + i, left * c - right * s, n);
@@ -85,7 +85,7 @@ PAGODA_INLINE void rotate(const uint16_t* x, uint16_t* y, const float* cos, cons
   }
 }
 
-// x [dim] -> whole numbers of at most 127 and their scale, by the definition in kernels/kv_cache.py.
+// x [dim] -> integers of magnitude at most 127 and their scale, as defined in kernels/kv_cache.py.
 static float quantise(const uint16_t* x, int8_t* levels, int dim) {
   const float scale = largest_finite(x, dim) / 127.0f;
   float whole[MAX_DIM] = {};
@@ -96,7 +96,7 @@ static float quantise(const uint16_t* x, int8_t* levels, int dim) {
   return scale;
 }
 
-// Tokens before this one in a layer's cache, where the tokens of a block and head lie together. Blocks are multiples of 16.
+// This token's offset in a layer's cache, in tokens; those of a block and head are contiguous. Blocks are multiples of 16.
 PAGODA_INLINE size_t place(const RopeArgs& a, int token, int head) {
   const size_t index = (size_t)a.kv_indices[token], size = (size_t)a.kv.block_size;
   return (index / size * a.kv.heads + head) * size + index % size;
@@ -124,8 +124,8 @@ static void write_value(const RopeArgs& a, int token, int head, const uint16_t* 
     for (int d = 0; d < a.kv.dim; ++d) v[4 * (size_t)d] = levels[d];
     return;
   }
-  // If the second of a pair is not written in this step, its half is cleared: what an earlier user left there must not
-  // meet a probability of 0 as NaN.
+  // If the second token of a pair is not written in this step, its half is cleared: a NaN left there by an earlier row must
+  // not be multiplied by a probability of 0.
   const size_t half = at % 2;
   const bool alone = token + 1 == a.num_tokens || a.kv_indices[token + 1] != a.kv_indices[token] + 1;
   uint16_t* v = (uint16_t*)a.kv.values + (at - half) * a.kv.dim;
@@ -137,7 +137,7 @@ static void write_value(const RopeArgs& a, int token, int head, const uint16_t* 
 
 PAGODA_INLINE int all_heads(const RopeKvOp& op) { return op.heads + (op.kv.values ? 2 : 1) * op.kv.heads; }
 
-// The one key of a token, as it is before it is turned: see RopeKvOp.
+// The single key of a token, before rotation: see RopeKvOp.
 PAGODA_INLINE const uint16_t* latent_key(const RopeArgs& a, int token, uint16_t* key) {
   const size_t turns = (size_t)a.turns / 2, still = (size_t)(a.kv.dim - a.turns) / 2;
   const uint16_t *turning = a.turning + token * 2 * turns, *latent = a.latent + token * 2 * still;
@@ -148,8 +148,8 @@ PAGODA_INLINE const uint16_t* latent_key(const RopeArgs& a, int token, uint16_t*
   return key - a.kv.dim;
 }
 
-// A head of a token: of queries, of keys or of values, in this order. `whole`: the inverse rms of all query heads and that
-// of all key heads, where these are normed together.
+// Processes one head of a token: query, key or value heads, in this order. `whole`: the inverse rms of all query heads and
+// that of all key heads, if these are normed together.
 static void rope_head(const RopeArgs& a, int token, int head, const float* whole = nullptr) {
   const size_t dim = (size_t)a.kv.dim;
   uint16_t made[MAX_DIM];

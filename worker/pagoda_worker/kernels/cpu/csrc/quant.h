@@ -1,17 +1,17 @@
-// y = x W^T for weights of 8 or 4 bits, with the epilogues of linear.h. What the numbers mean: kernels/quantized.py.
+// y = x W^T for 8-bit and 4-bit weights, with the epilogues of linear.h. kernels/quantized.py defines the formats.
 //
-// A panel is one forward stream. For each group of inputs that share scales it holds, for 32 columns:
-//   scales   [32] float32 (8 bits) or float16 (4 bits); of floats a byte each, the exponent
+// A panel is one sequential stream. For each group of inputs that share scales it holds, for 32 columns:
+//   scales   [32] float32 (8 bits) or float16 (4 bits); for floats one byte each, the exponent
 //   zeros    [32] uint8, if the matrix has any
-//   levels   8 bits: [group/4][32] words, a byte an input
+//   levels   8 bits: [group/4][32] words, one byte per input
 //            4 bits, input rounded to 8: [group/8][32] words, inputs 0..3 in the low nibbles of the bytes, 4..7 in the high
 //            4 bits, input in bf16: [group/8][32] words, even inputs in the nibbles of the low half, odd in the high half
 //
-// Levels are unsigned, because the instruction multiplies unsigned with signed bytes. What zeros take away is one number per
-// row and group: sum((level - zero) * a) = sum(level * a) - zero * sum(a), exactly, in whole numbers. Groups of a segment
-// are added in order, in float32: one chain per output, so that a row's bits depend on nothing but the row.
+// Levels are unsigned, because the instruction multiplies unsigned by signed bytes. Zeros are then handled by one number per
+// row and group: sum((level - zero) * a) = sum(level * a) - zero * sum(a), exact in integers. Groups of a segment are added
+// in order, in float32: one chain per output, so that a row's bits depend on that row alone.
 //
-// Levels of 4 bits may also be floats (E2M1: a sign, two bits of exponent, one of mantissa), whose input is in bf16.
+// 4-bit levels may also be floats (E2M1: sign, two exponent bits, one mantissa bit); their input is bf16.
 #pragma once
 
 #include "ints.h"
@@ -27,13 +27,13 @@ struct Form {
   static constexpr int BITS = BITS_;
   static constexpr bool ROUNDED = ROUNDED_;  // the input is rounded to 8 bits
   static constexpr bool ZEROS = ZEROS_;      // else the middle level is zero everywhere
-  static constexpr int WORD = 32 / BITS;  // inputs of a word
+  static constexpr int WORD = 32 / BITS;  // inputs per word
   static constexpr bool FLOATS = FLOATS_;  // levels are floats
   static constexpr size_t SCALE_BYTES = PANEL * (BITS == 8 ? 4 : FLOATS ? 1 : 2);
   static constexpr size_t HEAD_BYTES = SCALE_BYTES + (ZEROS ? PANEL : 0);
 };
 
-// Calls f with the Form that is meant.
+// Calls f with the Form that `form` describes.
 template <typename F>
 PAGODA_INLINE void with_form(const QuantForm& form, F&& f) {
   if (form.bits == 8) return form.levels ? f(Form<8, true, true>{}) : f(Form<8, true, false>{});
@@ -65,7 +65,7 @@ PAGODA_INLINE uint32_t word_of(const uint8_t* level) {
   return word;
 }
 
-// Columns past n have scale 0, and with it value 0.
+// Columns past n have scale 0, so their values are 0.
 static void pack_quant_panel(const QuantSource& w, int panel, uint8_t* out) {
   with_form(w.form, [&](auto form) {
     using FORM = decltype(form);
@@ -90,17 +90,17 @@ static void pack_quant_panel(const QuantSource& w, int panel, uint8_t* out) {
 
 // --- the input, rounded to 8 bits -------------------------------------------------------------------------------------
 
-// Rows of x [rows, k] as level * scale. A row's numbers are a function of that row alone.
+// Rows of x [rows, k] as level * scale. A row's levels and scales depend on that row alone.
 #if PAGODA_LEVEL == 1 && !defined(__AVXVNNI__)
-constexpr int LEVEL_BYTES = 2;  // of a rounded input, at most
+constexpr int LEVEL_BYTES = 2;  // the most bytes per rounded input
 #else
 constexpr int LEVEL_BYTES = 1;
 #endif
 
 class RoundedRows : public Kept {
  public:
-  // Rows [first, last), which are `x`, for a matrix of this form. LEVEL is int8_t, or int16_t where bytes are multiplied so.
-  // TILED, they are in the order of tiles, which for k is a multiple of 64.
+  // Rounds rows [first, last), given as `x`, for a matrix of this form. LEVEL is int8_t, or int16_t if bytes are multiplied
+  // as 16-bit numbers. TILED: they are stored in tile order, for which k is a multiple of 64.
   template <typename LEVEL, bool TILED = false>
   void take(const uint16_t* x, int first, int last, int k, const QuantForm& form, uint64_t use) {
     if (holds(first, use)) return;
@@ -117,7 +117,7 @@ class RoundedRows : public Kept {
     levels_ = reserve(level_bytes + (size_t)rows_ * groups * 8);
     scales_ = (float*)(levels_ + level_bytes);
     offsets_ = (int32_t*)(scales_ + (size_t)rows_ * groups);
-    // Where zero is the same level everywhere, its product with the sum is made here.
+    // If the zero level is the same everywhere, multiply it by the sum here.
     const int32_t zero = form.levels ? 1 : 1 << (form.bits - 1);
     for (int r = 0; r < rows_; ++r)
       for (int g = 0; g < groups; ++g) round_group<LEVEL, TILED>(x + (size_t)r * k, r, g, form.group, zero);
@@ -125,14 +125,14 @@ class RoundedRows : public Kept {
   }
 
 #ifdef __AMX_INT8__
-  // From `row` on, which is the first of its tile.
+  // The tile whose first row is `row`.
   TileRows tile(int row, int product) const { return order_.tile(levels_, row - first(), product); }
 #endif
-  // Of rows from `row` on; those of a group lie side by side.
+  // For rows from `row` on; those of a group are contiguous.
   const uint8_t* levels(int row) const { return levels_ + (size_t)(row - first()) * stride_; }
   size_t stride() const { return stride_; }  // bytes
   const float* scales(int row, int group) const { return scales_ + (size_t)group * rows_ + (row - first()); }
-  // What zeros take away: -sum(level), times the middle level if that is zero everywhere.
+  // The correction for zeros: -sum(level), times the middle level if that is zero everywhere.
   const int32_t* offsets(int row, int group) const { return offsets_ + (size_t)group * rows_ + (row - first()); }
 
  private:
@@ -152,7 +152,7 @@ class RoundedRows : public Kept {
     ints total = set1(0);
     for (int i = 0; i < size; i += 16) total = total + store_rounded(level<LEVEL, TILED>(row, begin + i), load_bf16(from + i) * inverse);
     const size_t at = (size_t)group * rows_ + row;
-    scales_[at] = most * (1.0f / 127.0f);  // infinity and NaN stay
+    scales_[at] = most * (1.0f / 127.0f);  // propagates infinity and NaN
     offsets_[at] = -zero * sum(total);
   }
 
@@ -175,7 +175,7 @@ PAGODA_INLINE f16 load_scales(const uint8_t* head, int column) {
   return load_half((const uint16_t*)head + column);
 }
 
-// Adds one group of ROWS rounded rows (the first at `a`) through the words of a panel: whole numbers, exact.
+// Adds the products of one group of ROWS rounded rows (the first at `a`) and the words of a panel: integers, exact.
 template <int ROWS, typename FORM>
 PAGODA_INLINE void group_sums(Rows<ROWS> a, const uint8_t* words, int group, Ahead& ahead, ints (&acc)[ROWS][2]) {
   for (int i = 0; i < group; i += FORM::WORD, words += PANEL_ROW, a.move(FORM::WORD)) {
@@ -200,7 +200,7 @@ PAGODA_INLINE void group_sums(Rows<ROWS> a, const uint8_t* words, int group, Ahe
   }
 }
 
-// The same with rows in bf16: one chain in float32.
+// The same for bf16 rows: one chain in float32.
 template <int ROWS, typename FORM>
 PAGODA_INLINE void group_sums(Rows<ROWS> x, const uint8_t* head, int group, Ahead& ahead, f16 (&acc)[ROWS][2]) {
   const uint8_t* words = head + FORM::HEAD_BYTES;
@@ -233,13 +233,13 @@ PAGODA_INLINE void group_sums(Rows<ROWS> x, const uint8_t* head, int group, Ahea
   }
 }
 
-struct Inputs {  // as they are, and as the form of the weights wants them
+struct Inputs {  // in each of the forms that weights may need
   NormedRows normed;
   LeftRows left;
   RoundedRows rounded;
 };
 
-// Rows [from, from + ROWS) through a panel. Functions of their own, so that each has all registers for itself.
+// Rows [from, from + ROWS) through a panel. Not inlined, so that each instance has all registers to itself.
 template <int ROWS, typename FORM>
 static __attribute__((noinline)) void quant_tile(const LinearOp& op, const Inputs& in, int from,
                                                  const uint8_t* panel, int column, Ahead& ahead) {
@@ -289,7 +289,7 @@ static __attribute__((noinline)) void quant_tile(const LinearOp& op, const Input
   finish_rows(sums.total(0), ROWS, from, column, op);
 }
 
-// Rows [first, last) through one panel, each group as it is met.
+// Rows [first, last) through one panel, group by group, without unpacking first.
 constexpr int DIRECT_ROWS = PAGODA_LEVEL == 1 ? 2 : MAX_ROWS;
 template <typename FORM>
 static void quant_panel_directly(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel,
@@ -310,7 +310,7 @@ static void quant_panel_directly(const LinearOp& op, const Inputs& in, int first
 #endif
 namespace PAGODA_NS {
 
-// Rows [first, last), which are `x`, a block, as `quant_panel` wants them.
+// Prepares a block of rows [first, last), given as `x`, for `quant_panel`.
 static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
 #ifdef __AMX_INT8__
   if (tiles_take(op.form, last - first)) {

@@ -1,10 +1,10 @@
-// Weights of 8 or 4 bits at AVX2, which has few registers, and whose one instruction for bytes adds two products in 16 bits.
-// With AVX-VNNI there is one that adds four in 32. Either way rows that are rounded meet words as they are: without,
+// 8-bit and 4-bit weights at AVX2, which has few registers and whose only instruction for bytes adds two products in 16 bits;
+// AVX-VNNI has one that adds four in 32 bits. Either way, rounded rows are multiplied by packed words. Without AVX-VNNI:
 //
-// two products of 4 by 8 bits are at most 2 * 15 * 127, so that eight such sums still fit into 16 bits: `Nibbles`. Two of
-// 8 by 8 bits do not fit at all, and are multiplied as numbers of 16 bits: `Bytes`.
+// two products of 4 by 8 bits are at most 2 * 15 * 127, so that eight such sums still fit into 16 bits: `Nibbles`. Two
+// products of 8 by 8 bits do not fit, and are multiplied as 16-bit numbers: `Bytes`.
 //
-// Weights of 4 bits that meet bf16 are unpacked to bf16, once for all rows of a block, unless these are few.
+// 4-bit weights with bf16 inputs are unpacked to bf16, once for all rows of a block, unless the rows are few.
 #pragma once
 
 #include "quant.h"
@@ -13,11 +13,11 @@ namespace PAGODA_NS {
 
 constexpr int CHUNK = 256;  // inputs that are unpacked at a time: 16 KiB
 
-// What rounded inputs are kept as.
+// The type in which rounded inputs are kept.
 template <typename FORM>
 using Rounded = typename std::conditional<FORM::BITS == 8, Bytes::Number, int8_t>::type;
 
-// Rows [first, last), which are `x`, a block, as `quant_panel` wants them.
+// Prepares a block of rows [first, last), given as `x`, for `quant_panel`.
 static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
   with_form(op.form, [&](auto form) {
     typedef decltype(form) FORM;
@@ -26,16 +26,16 @@ static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const
   });
 }
 
-// A group's sums [ROWS][PANEL] from here on: whole numbers that begin with the rows' offsets.
+// Initialises a group's integer sums [ROWS][PANEL] with the rows' offsets.
 template <int ROWS, typename FORM>
 PAGODA_INLINE void begin_sums(const RoundedRows& in, int from, int group, int32_t* sums) {
   const int32_t* offsets = in.offsets(from, group);
   for (int r = 0; r < ROWS; ++r)
     for (int c = 0; c < PANEL; c += 16) store(sums + r * PANEL + c, set1(FORM::ZEROS ? 0 : offsets[r]));
 }
-// --- words as they are ------------------------------------------------------------------------------------------------------
+// --- packed words -----------------------------------------------------------------------------------------------------------
 
-// Adds one group of ROWS rows through the words of a panel to `sums` [ROWS][PANEL].
+// Adds the products of one group of ROWS rows and the words of a panel to `sums` [ROWS][PANEL].
 template <int ROWS>
 static __attribute__((noinline)) void add_nibbles(Rows<ROWS> x, const uint32_t* words, int group, Ahead& ahead_, int32_t* sums) {
   constexpr int INPUTS = Nibbles::MOST * 8;
@@ -47,7 +47,7 @@ static __attribute__((noinline)) void add_nibbles(Rows<ROWS> x, const uint32_t* 
     for (int c = 0; c < PANEL; c += 16) {
       halves acc[ROWS];
 #pragma GCC unroll 8
-      for (int part = 0; part < Nibbles::MOST * Nibbles::PASSES; ++part) {  // all at once: there are too few to go round
+      for (int part = 0; part < Nibbles::MOST * Nibbles::PASSES; ++part) {  // fully unrolled: too few for a loop
         const int word = part / Nibbles::PASSES, pass = part % Nibbles::PASSES;
         const quads b = Nibbles::right(words + c + word * PANEL, pass);
 #pragma GCC unroll 16
@@ -87,7 +87,7 @@ PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_
   else add_nibbles(Rows<ROWS>(levels, stride), words, group, ahead, sums);
 }
 
-// totals [rows][PANEL] += a group's sums, scaled. Where the form has no zeros, the rows' offsets are in the sums.
+// totals [rows][PANEL] += a group's sums, scaled. If the form has no zeros, the sums include the rows' offsets.
 template <typename FORM>
 PAGODA_INLINE void add_scaled(const RoundedRows& in, int from, int rows, int group, const uint8_t* head,
                               const int32_t* sums, float* totals) {
@@ -132,7 +132,7 @@ static void word_panel(const LinearOp& op, const RoundedRows& rows, int first, i
 
 // --- unpacked ---------------------------------------------------------------------------------------------------------
 
-// The words of so many inputs of a group -> [inputs / 2][PANEL] pairs.
+// The words of `inputs` inputs of a group -> [inputs / 2][PANEL] pairs.
 template <typename FORM>
 static void unpack(const uint8_t* head, const uint8_t* words, int inputs, uint32_t* out) {
   for (int i = 0; i < inputs; i += FORM::WORD, words += PANEL_ROW, out += FORM::WORD / 2 * PANEL) {
@@ -161,7 +161,7 @@ PAGODA_INLINE void add_scaled(int rows, const uint8_t* head, const float* sums, 
   }
 }
 
-// Rows [first, last) through one group of a panel, to their totals.
+// Rows [first, last) through one group of a panel, added to their totals.
 template <typename FORM>
 PAGODA_INLINE void unpacked_group(const LeftRows& rows, int first, int last, const uint8_t* panel, int group, int g, float* totals) {
   alignas(64) uint32_t pairs_here[CHUNK / 2 * PANEL];

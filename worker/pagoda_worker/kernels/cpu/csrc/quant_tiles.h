@@ -1,5 +1,5 @@
-// Weights of 8 or 4 bits by tiles of the matrix unit. Nibbles are unpacked, to bytes or to what meets inputs in bf16, once for
-// all rows of a block.
+// 8-bit and 4-bit weights with tiles of the matrix unit. Nibbles are unpacked once for all rows of a block, to bytes or, for
+// bf16 inputs, to bf16.
 #pragma once
 
 #include "quant.h"
@@ -9,19 +9,19 @@ namespace PAGODA_NS {
 template <typename FORM>
 constexpr int PRODUCT_INPUTS = (FORM::ROUNDED ? 4 : 2) * TILE_WORDS;
 
-// From so many rows on tiles are quicker, with 4 bits because words are unpacked for them; sums of whole numbers are the same
-// either way. Those of floats are not, so tiles take them all.
+// Tiles are faster from this many rows on, with 4 bits later because words must be unpacked. Integer sums are the same either
+// way; float sums are not, so tiles handle all of these.
 constexpr int LEAST_TILE_ROWS[2] = {16, 4};  // with 4 bits, with 8
 static bool tiles_take(const QuantForm& form, int rows) {
   if (form.input_bits == 16) return form.group % (2 * TILE_WORDS) == 0;
   return form.group % (4 * TILE_WORDS) == 0 && rows >= LEAST_TILE_ROWS[form.bits == 8];
 }
 
-// Where zero is the middle level everywhere, nibbles are unpacked to what they mean, and the rows' offsets have no part.
+// If the middle level is zero everywhere, nibbles are unpacked to signed values, and the rows' offsets are not used.
 template <typename FORM>
 constexpr bool SIGNED = FORM::BITS == 4 && FORM::ROUNDED && !FORM::ZEROS;
 
-// Words of nibbles -> those of bytes, [words][PANEL] -> [2 * words][PANEL].
+// Words of nibbles -> words of bytes, [words][PANEL] -> [2 * words][PANEL].
 template <typename FORM>
 static void unpack_nibbles(const uint8_t* words, int count, uint32_t* out) {
   const __m512i zero = _mm512_set1_epi8(SIGNED<FORM> ? 8 : 0);
@@ -33,7 +33,7 @@ static void unpack_nibbles(const uint8_t* words, int count, uint32_t* out) {
     }
 }
 
-// Words of nibbles, of a group with this head -> those of pairs, [words][PANEL] -> [4 * words][PANEL].
+// Words of nibbles, of a group with this head -> words of pairs, [words][PANEL] -> [4 * words][PANEL].
 template <typename FORM>
 static void unpack_pairs(const uint8_t* head, const uint8_t* words, int count, uint32_t* out) {
   for (int c = 0; c < PANEL; c += 16) {
@@ -52,7 +52,7 @@ static void unpack_pairs(const uint8_t* head, const uint8_t* words, int count, u
   }
 }
 
-// The words of a group's products [done, done + count): where they lie, or unpacked to `out`.
+// The words of a group's products [done, done + count): in place, or unpacked to `out`.
 template <typename FORM>
 PAGODA_INLINE const uint8_t* unpacked_words(const uint8_t* head, int done, int count, uint32_t* out) {
   const uint8_t* words = head + FORM::HEAD_BYTES + (size_t)done * PRODUCT_INPUTS<FORM> * PANEL * FORM::BITS / 8;
@@ -62,17 +62,17 @@ PAGODA_INLINE const uint8_t* unpacked_words(const uint8_t* head, int done, int c
   return (const uint8_t*)out;
 }
 
-constexpr int GROUPS_AT_ONCE = 2;  // more would not leave room for their sums in the nearest cache
+constexpr int GROUPS_AT_ONCE = 2;  // the sums of more would not fit in the first-level cache
 
-// What rows come to in some groups is scaled and added to their totals, a few rows with every product of the rows after them.
+// Scales the sums of rows over some groups and adds them to their totals, a few rows with every product of later rows.
 template <typename FORM>
 class Scaling {
  public:
   typedef std::conditional_t<FORM::ROUNDED, int32_t, float> Sum;
 
   Scaling(const RoundedRows& rounded, int group) : rounded_(rounded), group_(group) {}
-  // Sums are [groups][TILE_BLOCK][PANEL] of rows from `from` on, totals [rows][PANEL]; the groups are those from number
-  // `first` on, whose heads are at `head` and behind. Each call of `some` is to scale one of so many parts of them.
+  // `sums` is [groups][TILE_BLOCK][PANEL] for rows from `from` on, `totals` [rows][PANEL]; the groups are those from number
+  // `first` on, whose heads start at `head`. Each call of `some` then scales one of `parts` parts of the rows.
   PAGODA_INLINE_MEMBER void start(const Sum* sums, float* totals, int rows, int from, const uint8_t* head, int first, int groups,
                                   int parts) {
     sums_ = sums, totals_ = totals, rows_ = rows, from_ = from, head_ = head, first_ = first, groups_ = groups;
@@ -86,7 +86,7 @@ class Scaling {
   }
 
  private:
-  static constexpr int AT_ONCE = 8;  // whose totals registers hold
+  static constexpr int AT_ONCE = 8;  // rows whose totals fit in registers
 
   __attribute__((noinline)) void scale(int rows) {
     for (rows_ -= rows; rows >= AT_ONCE; rows -= AT_ONCE) add<AT_ONCE>();
@@ -135,10 +135,10 @@ class Scaling {
   const uint8_t* head_ = nullptr;
 };
 
-// Rows [first, last), a block, through one panel whose groups are whole products. What the products of some rows come to is
-// scaled and added, and in the end goes through the epilogue, while the matrix unit is at those of the next rows.
+// A block of rows [first, last) through one panel whose groups are whole products. The products of some rows are scaled and
+// added, and at the end go through the epilogue, while the matrix unit works on those of the next rows.
 //
-// In a pass all rows meet some groups, or a part of one: so much of a panel as stays in the nearest cache.
+// In a pass all rows are multiplied by some groups, or by part of one: as much of a panel as stays in the first-level cache.
 template <typename FORM>
 class TilePanel {
  public:
@@ -154,7 +154,7 @@ class TilePanel {
       totals_.start(segment_, 0, last_ - first_);
       for (const int begin = g, end = g + segment_groups; g < end;) {
         const int groups = end - g < at_once ? end - g : at_once;
-        if (products_ > chunk_) unstored_.store(), scaling_.rest();  // before what it reads is written over
+        if (products_ > chunk_) unstored_.store(), scaling_.rest();  // before the sums it reads are overwritten
         for (int done = 0; done < products_; done += chunk_) pass({g, groups, begin, done, g + groups == end});
         g += groups, panel_ += groups * group_bytes<FORM>(group_);
       }
@@ -168,10 +168,10 @@ class TilePanel {
   static constexpr TileProduct KIND =
       !FORM::ROUNDED ? TileProduct::PAIRS : SIGNED<FORM> ? TileProduct::SIGNED : TileProduct::BYTES;
 
-  // Groups [group, group + groups) of a segment that begins at group `segment`, of each the products from `done` on.
+  // Groups [group, group + groups) of a segment that begins at group `segment`; of each, the products from `done` on.
   struct Pass {
     int group, groups, segment, done;
-    bool ends;  // the segment
+    bool ends;  // whether the pass ends the segment
   };
 
   PAGODA_INLINE_MEMBER void pass(const Pass& p) {
@@ -203,7 +203,7 @@ class TilePanel {
                     [&]() PAGODA_INLINE_MEMBER { scaling_.some(), finishing_.some(); });
   }
 
-  // Rows before those at hand, if any, are scaled by now; where nothing is left to add, they are finished, in so many parts.
+  // Completes the scaling of the previous rows, if any; if nothing is left to add to them, finishes them in `parts` parts.
   PAGODA_INLINE_MEMBER void scaled(int rows, int from, bool ends, int parts) {
     scaling_.rest();
     if (!ends || rows == 0) return;
@@ -223,7 +223,7 @@ class TilePanel {
   Finishing finishing_;
   Unstored unstored_;
   SegmentSums<BLOCK> totals_;
-  alignas(64) Sum sums_[BLOCK * PANEL];  // of all rows where groups come in parts, else of two of their blocks in turn
+  alignas(64) Sum sums_[BLOCK * PANEL];  // of all rows if groups are split into parts, else of two of their blocks in turn
   static_assert(2 * GROUPS_AT_ONCE * TILE_BLOCK <= BLOCK);
   alignas(64) uint32_t unpacked_[FORM::BITS == 4 ? WHOLE_CHUNK * TILE_WORDS * PANEL : 1];
 };

@@ -1,13 +1,13 @@
-// Choosing tokens: what sampler.py defines, with thresholds where it sorts.
+// Chooses tokens as sampler.py defines it, but with thresholds instead of sorting.
 //
-// Weights are whole numbers: exp((logit - top) / temperature) in units of 2^-44, computed in float and rounded once per
-// token. Sums of them are exact, so it matters neither who adds up what in which order nor how much of a row was looked
-// at: a token's probability is its weight over the survivors' total, to the last bit. What is below half a unit weighs
-// nothing; a million such tokens would hold 3e-8 of the mass.
+// Weights are integers: exp((logit - top) / temperature) in units of 2^-44, computed in float and rounded once per token.
+// Their sums are exact, so neither the order of additions and the division among threads nor how much of a row was examined
+// matters: a token's probability is its weight over the survivors' total, to the last bit. Tokens below half a unit have no
+// weight; a million of them would hold 3e-8 of the mass.
 //
-// The order of tokens is found as far as it is needed. A row's tokens fall into buckets by depth, (top - logit) /
-// temperature in eighths, with a count and a mass each; the bucket in which a threshold is crossed is the only one whose
-// tokens are fetched, and of these the same is done again until few are left to sort. Most rows end within the first 8
+// The order of tokens is computed only as far as needed. A row's tokens are counted into buckets by depth, (top - logit) /
+// temperature in eighths, each with a count and a mass. Only the bucket in which a threshold is crossed has its tokens
+// collected, and these are subdivided again in the same way until few are left to sort. Most rows end within the first 8
 // temperatures, so only those are counted at first.
 #pragma once
 
@@ -30,13 +30,13 @@ static uint64_t random53(uint64_t seed, uint32_t choice, uint32_t position) {
   return ((uint64_t)c[0] << 32 | c[1]) >> 11;
 }
 
-// Each filter keeps a prefix of the order, so the survivors' mass is the least of theirs, and the token is where the
-// draw falls in it.
+// Each filter keeps a prefix of the order, so the survivors' mass is the smallest of the filters' masses, and the token is
+// the one at which the draw falls within it.
 static int draw(const SampleRow& row, uint64_t mass, Search& search) {
   int k = tokens_kept(row, search.vocab);
   if (k < search.vocab) mass = search.mass_of_first((uint64_t)k);
   if (row.min_p > 0.0) mass = search.capped(mass, (float)log(row.min_p));
-  if (row.top_p < 1.0) {  // a share of what the others left
+  if (row.top_p < 1.0) {  // a share of what the other filters left
     double share = __builtin_ceil(row.top_p * (double)mass);
     uint64_t wanted = share < (double)mass ? (uint64_t)share : mass;
     mass = search.reach(wanted).mass;
@@ -47,7 +47,7 @@ static int draw(const SampleRow& row, uint64_t mass, Search& search) {
 
 // --- changes ------------------------------------------------------------------------------------------------------------
 
-// The arithmetic of penalties.py, operation by operation.
+// The same arithmetic as penalties.py, operation by operation.
 static void change(float* row, int vocab, const SampleRow& s) {
   if (s.num_allowed) {
     float* kept = (float*)malloc((size_t)s.num_allowed * sizeof(float));
@@ -69,7 +69,7 @@ static void change(float* row, int vocab, const SampleRow& s) {
 
 // --- log-probabilities --------------------------------------------------------------------------------------------------
 
-// The first `wanted` tokens in order, or all there are, by insertion.
+// The first `wanted` tokens in order, or all if there are fewer, by insertion.
 static int first_tokens(const float* row, int vocab, const float* maxima, int wanted, int32_t* ids) {
   float values[MAX_TOP];
   int count = 0;

@@ -1,14 +1,14 @@
-// How attention falls into pieces: into items, and where these would leave threads idle, into shares of an item's splits.
+// How attention is cut into pieces: into items, and if these would leave threads idle, into shares of an item's splits.
 //
-// A share leaves what it made of its splits, as it is. Whoever is the last of an item's shares to be done merges what all
-// left, left to right, as a single thread would have done on its way. So it is of no consequence to any bit who shares.
+// A share stores the result of each of its splits, unmerged. The last of an item's shares to finish merges all of them, left
+// to right, as a single thread would have done along the way. So sharing does not change any bit.
 #pragma once
 
 #include "attention.h"
 
 namespace PAGODA_NS {
 
-constexpr int SHARED_LINES = 16;  // more have enough arithmetic to do, and would leave too much
+constexpr int SHARED_LINES = 16;  // rows with more lines have enough arithmetic, and would need too much memory
 constexpr int BUSY = 16;           // pieces per thread that keep all of them busy to the end
 
 PAGODA_INLINE int row_lines(const AttentionArgs& a, int row) {
@@ -23,18 +23,18 @@ PAGODA_INLINE Splits row_splits(const AttentionArgs& a, int row) {
 }
 PAGODA_INLINE int count_of(const Splits& s) { return s.last - s.first; }
 
-// Shares of each of a row's items, if a share has at most so many splits.
+// The number of shares of each of a row's items, if a share has at most `splits` splits.
 PAGODA_INLINE int row_shares(const AttentionArgs& a, int row, int splits) {
   if (splits == 0 || row_lines(a, row) > SHARED_LINES) return 1;
   return (count_of(row_splits(a, row)) + splits - 1) / splits;
 }
-// What an item of the row leaves, in floats.
+// Floats that an item of the row needs for the results of its splits.
 PAGODA_INLINE size_t item_floats(const AttentionArgs& a, int row) {
   return (size_t)count_of(row_splits(a, row)) * row_lines(a, row) * (a.kv.dim + 2);
 }
 
-// Items are cut if whole ones may keep some thread waiting for more than an eighth of the time: then those that are larger
-// than half of what is a thread's are.
+// Items are cut if whole ones could keep some thread waiting for more than an eighth of the time. Then every item larger than
+// half of a thread's share of the work is cut.
 static Cut attention_cut(const AttentionArgs& a, int rows, int threads) {
   Cut cut{0, 0, 0, 0};
   long work = 0, largest = 0;
@@ -44,7 +44,7 @@ static Cut attention_cut(const AttentionArgs& a, int rows, int threads) {
     work += (long)row_items(a, row) * splits;
     largest = splits > largest ? splits : largest;
   }
-  const long turns = (cut.pieces + threads - 1) / threads;  // of each thread, if all items were as the largest
+  const long turns = (cut.pieces + threads - 1) / threads;  // items per thread, if all were as large as the largest
   if (threads == 1 || cut.pieces >= BUSY * threads || 8 * threads * turns * largest <= 9 * work) return cut;
   cut.splits = (int)((work + 2 * threads - 1) / (2 * threads));
   cut.pieces = 0;
@@ -61,7 +61,7 @@ PAGODA_INLINE Part part_at(const AttentionArgs& a, float* floats, int lines, int
   return {at, at + lines, at + 2 * lines};
 }
 
-// Share `index` of `shares` of an item that leaves its parts at `floats`; `done` counts the shares that have.
+// Computes share `index` of `shares` of an item, whose parts are stored at `floats`; `done` counts finished shares.
 static void attend_share(const AttentionArgs& a, const Lines& lines, int index, int shares, float* floats, int32_t* done,
                          AttentionScratch& s) {
   gather(a, lines, s);
@@ -82,7 +82,7 @@ static void attend_share(const AttentionArgs& a, const Lines& lines, int index, 
   finish(a, lines, s);
 }
 
-// Pieces [first, last): row by row, share by share of all its items.
+// Computes pieces [first, last), ordered by row, then by share, then by item.
 static void attend_pieces(const AttentionArgs& a, const Work& work, int first, int last, AttentionScratch& s) {
   int row = 0, before = 0;
   size_t floats = 0, shared = 0;  // of the rows before this one

@@ -1,9 +1,9 @@
 // Sixteen floats at a time, at every instruction set level.
 //
-// All kernels are written once on `f16` (16 floats) and `pairs` (16 pairs of bf16). A level defines how the sixteen lie in
-// registers; lane order, and the order in which lanes are summed, are the same everywhere. Each level is a
-// translation unit of its own and compiles all of this in its own namespace (see level.cpp); every function is static, so
-// that the linker can never pick another level's copy.
+// All kernels are written once, in terms of `f16` (16 floats) and `pairs` (16 pairs of bf16). A level defines how the sixteen
+// map to registers; lane order and the order in which lanes are summed are the same everywhere. Each level is its own
+// translation unit and compiles all of this in its own namespace (see level.cpp); every function is static, so that the
+// linker can never pick another level's copy.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 #include <emmintrin.h>
 #endif
 
-#if PAGODA_LEVEL == 0  // where sixteen numbers are in no registers anyway, the compiler chooses, and takes a third of the time
+#if PAGODA_LEVEL == 0  // sixteen numbers exceed the registers anyway; unforced inlining compiles in a third of the time
 #define PAGODA_INLINE static inline
 #define PAGODA_INLINE_MEMBER
 #else
@@ -69,7 +69,7 @@ PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) { _mm256_storeu_si256((__m256i
 PAGODA_INLINE pairs load_pairs(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
 PAGODA_INLINE void store_pairs(uint32_t* p, pairs a) { _mm512_storeu_si512(p, a.v); }
 #if PAGODA_LEVEL >= 3  // AVX-512 BF16
-// Subnormal numbers become 0, as which dot2 takes them anyway.
+// Subnormal numbers become 0, as the bf16 dot product treats them anyway.
 PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) {
   const __m256bh bits = _mm512_cvtneps_pbh(a.v);
   memcpy(p, &bits, 32);
@@ -85,7 +85,7 @@ PAGODA_INLINE f16 even(pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(
 PAGODA_INLINE f16 in_order(f16 a) { return a; }
 #endif
 constexpr int MAX_ROWS = 12;      // of a tile
-constexpr int ACCUMULATORS = 24;  // of a tile of several groups: one register each of 32
+constexpr int ACCUMULATORS = 24;  // of a tile of several groups: one each of the 32 registers
 
 #elif PAGODA_LEVEL == 1  // AVX2 + FMA: two registers
 
@@ -155,23 +155,23 @@ PAGODA_INLINE f16 odd(pairs a) {
   const __m256i mask = _mm256_set1_epi32((int)0xffff0000);
   return {_mm256_castsi256_ps(_mm256_and_si256(a.lo, mask)), _mm256_castsi256_ps(_mm256_and_si256(a.hi, mask))};
 }
-// By a shuffle, because a shift would take turns with the multiplications on many processors.
+// A shuffle, because on many processors a shift would compete with the multiplications for a port.
 PAGODA_INLINE __m256 even_half(__m256i a) {
   const __m256i up = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13,
                                       -1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13);
   return _mm256_castsi256_ps(_mm256_shuffle_epi8(a, up));
 }
 PAGODA_INLINE f16 even(pairs a) { return {even_half(a.lo), even_half(a.hi)}; }
-// A sum that is there before the next one is begun. Else the compiler puts sums off until registers run out.
+// Forces a sum to be computed before the next one. Otherwise the compiler defers sums until registers run out.
 template <typename SUM>
 PAGODA_INLINE SUM in_order(SUM a) {
   asm("" : "+x"(a.lo), "+x"(a.hi));
   return a;
 }
 constexpr int MAX_ROWS = 6;      // of a tile: with one group 12 of 16 registers
-constexpr int ACCUMULATORS = 4;  // of a tile of several groups, which need registers too
+constexpr int ACCUMULATORS = 4;  // of a tile of several groups, whose columns need registers too
 
-#else  // plain C++: what the compiler makes of it
+#else  // plain C++, left to the compiler
 
 struct f16 { float v[16]; };
 struct pairs { uint32_t v[16]; };
@@ -232,8 +232,8 @@ constexpr int ACCUMULATORS = 4;
 
 #endif
 
-// How the micro-kernel multiplies numbers of bf16 (see tile.h). Where no instruction takes pairs of bf16, its rows are kept
-// as floats, each the number it was, and a pair takes two passes over the accumulators, the odd halves before the even ones.
+// How the micro-kernel multiplies bf16 numbers (see tile.h). Without an instruction for pairs of bf16, rows are widened to
+// floats, and a pair takes two passes over the accumulators, the odd halves before the even ones.
 struct Bf16 {
   typedef float Value;
   typedef f16 Sum;
@@ -264,8 +264,8 @@ struct Bf16 {
 PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 PAGODA_INLINE void prefetch_later(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 PAGODA_INLINE void prefetch_past(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
-// Whether what is read once is better fetched past the caches. Intel's processors then read several times more slowly; they
-// read most quickly into the second cache, as more lines may be on their way to that than to the nearest.
+// Whether prefetches of data that is read once should bypass the caches. That makes reads several times slower on Intel's
+// processors, which read fastest into the second-level cache, because it can have more lines in flight than the first.
 PAGODA_INLINE bool past_caches() { return __builtin_cpu_is("amd"); }
 #else
 PAGODA_INLINE void prefetch(const void*) {}
@@ -273,13 +273,13 @@ PAGODA_INLINE void prefetch_later(const void*) {}
 PAGODA_INLINE void prefetch_past(const void*) {}
 PAGODA_INLINE bool past_caches() { return false; }
 #endif
-// Of what is read once. The choice costs a loop of its own, for which AVX2 lacks registers.
+// For data that is read once. Each choice would need its own loop, for which AVX2 lacks registers.
 PAGODA_INLINE void prefetch_once(const void* p, bool past = past_caches()) {
   if (PAGODA_LEVEL >= 2 && past) prefetch_past(p);
   else prefetch(p);
 }
 
-// One tree for every level: lanes 0..7 with 8..15, then 4, 2, 1.
+// The same reduction tree at every level: lanes 0..7 with 8..15, then 4, 2, 1.
 #if PAGODA_LEVEL >= 2
 PAGODA_INLINE __m256 first_half(f16 a) { return _mm512_castps512_ps256(a.v); }
 PAGODA_INLINE __m256 second_half(f16 a) { return _mm512_extractf32x8_ps(a.v, 1); }
@@ -311,8 +311,8 @@ PAGODA_INLINE float max_lane(f16 a) {
 }
 #endif
 
-// e^x by 2^n * p(r), |r| <= ln2/2, a polynomial of degree 6 (relative error about 2e-7). Ours, because libm's differs
-// between versions and vector widths. Below -87 the result is 0, so a masked score of -1e30 gives exactly nothing.
+// e^x as 2^n * p(r), |r| <= ln2/2, with a polynomial of degree 6 (relative error about 2e-7). Our own, because libm's
+// differs between versions and vector widths. Below -87 the result is 0, so a masked score of -1e30 gives exactly 0.
 PAGODA_INLINE f16 exp(f16 x) {
   f16 tiny = set1(-87.0f);
   f16 y = min(max(x, tiny), set1(88.0f));
@@ -351,8 +351,8 @@ PAGODA_INLINE f16 gelu_tanh(f16 x) {
   f16 inner = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
   return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
 }
-// x * P(X <= x) of a normal X. P - 1/2 is x times a quotient of polynomials in x^2, off by less than 1e-7; past where they were
-// fitted nothing is left of the tail. It is a true division: of an approximate one each maker of processors has bits of its own.
+// x * P(X <= x) for a normal X. P - 1/2 is x times a quotient of polynomials in x^2, with an error below 1e-7; beyond the
+// range of the fit the tail is negligible. The division is exact: approximate ones differ between processor vendors.
 PAGODA_INLINE f16 gelu(f16 x) {
   const f16 end = set1(5.6f), begin = zero() - end;
   const f16 y = min(end, max(begin, x)), z = y * y;

@@ -1,6 +1,6 @@
-// What happens to the stream of a model one token at a time, besides what Llama needs: LayerNorm, sums, learned positions.
+// Per-token operations on the residual stream beyond those of Llama: LayerNorm, sums, learned positions.
 //
-// Roundings to bf16 stand where the op-by-op path has them.
+// Values are rounded to bf16 at the same points as on the op-by-op path.
 #pragma once
 
 #include "program.h"
@@ -8,8 +8,8 @@
 
 namespace PAGODA_NS {
 
-// y = (x - mean) / deviation * weight + bias; of x + residual if there is one, which then becomes the residual. The mean is
-// taken away before squares are summed, so that a large one costs no digits.
+// y = (x - mean) / deviation * weight + bias; with a residual, x + residual takes the place of x and is stored as the new
+// residual. The mean is subtracted before squares are summed, so that a large mean costs no precision.
 static void layer_norm_row(const LayerNormOp& op, size_t row) {
   const int dim = op.dim;
   const uint16_t* x = op.x + row * dim;
