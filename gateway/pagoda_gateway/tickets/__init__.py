@@ -1,1 +1,1 @@
-"""Requests whose client may ask again, as it has given them a key: their answer is resumed, joined or repeated."""
+"""Requests that a client may repeat, because it gave them a key: their answer is resumed, joined or replayed."""

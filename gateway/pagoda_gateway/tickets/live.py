@@ -1,4 +1,4 @@
-"""One request with a ticket that runs here: what it says is on a tape, and it goes on for a while without readers."""
+"""A request with a ticket that runs here: its output is on a tape, and it runs on for a while without readers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def abandoned() -> PagodaError:
 
 
 class Live:
-    """`life` as in `Tape`. `grace_s`: after so long without a reader it ends; 0 ends it at once."""
+    """`life` is as in `Tape`. `grace_s` is how long it runs on without a reader; 0 ends it at once."""
 
     def __init__(self, found: Found, job: Job, life: str, holding: Holding, grace_s: float) -> None:
         self.found = found
@@ -27,10 +27,10 @@ class Live:
         self.holding = holding
         self.tape = Tape(job.id, life)
         self.task: asyncio.Task[None] | None = None
-        self.begun = False  # the task, which looks itself whether it was stopped before that
+        self.begun = False  # whether the task runs yet; it checks for itself whether it was stopped before that
         self.num_readers = 0
-        self.num_resuming = 0  # of them, those who ask elsewhere when they are told to
-        self.why: PagodaError | None = None  # it was stopped
+        self.num_resuming = 0  # readers that resume at another gateway when told to
+        self.why: PagodaError | None = None  # why it was stopped
         self._grace_s = grace_s
         self._timer: asyncio.TimerHandle | None = None
 
@@ -48,17 +48,17 @@ class Live:
                 self._leave_alone()
 
     def hurry(self) -> None:
-        """From now on it lives as long as somebody reads it."""
+        """From now on it ends with its last reader."""
         self._grace_s = 0.0
         if not self.num_readers:
             self.stop(abandoned())
 
     def stop(self, why: PagodaError) -> None:
-        """What is generated is not disturbed any more."""
+        """End it with this error, unless generation is complete."""
         self._hold()
         if self.task is not None and self.why is None and not self.tape.ended:
             self.why = why
-            if self.begun:  # one that is cancelled before its first step never takes it
+            if self.begun:  # a task cancelled before its first step would never run
                 self.task.cancel()
 
     def _hold(self) -> None:

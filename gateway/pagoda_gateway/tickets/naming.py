@@ -1,4 +1,4 @@
-"""What a client says of a request that it may ask again, in headers: read and checked before anything is kept."""
+"""The headers by which a client names a repeatable request: read and checked before anything is stored."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pagoda_gateway.store.tickets import Found, ticket_name
 from pagoda_proto.errors import InvalidParams, Problem
 
 KEY, LAST_ID = "Idempotency-Key", "Last-Event-ID"
-RESUMES = "Pagoda-Resumes"  # of any value: this client asks again, elsewhere, when its stream says that it cannot go on
+RESUMES = "Pagoda-Resumes"  # any value: the client resumes at another gateway if its stream says it cannot continue
 STREAMS = "/v1/streams"
-HEADERS = ("content-location", "idempotency-status", "idempotent-replayed")  # of answers
+HEADERS = ("content-location", "idempotency-status", "idempotent-replayed")  # response headers
 _KEY_FORM = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 class Named(NamedTuple):
-    """A request whose client gave it a `key`; `digest` is that of all it said, `at` what it has of the answer."""
+    """A request that its client named by a `key`; `digest` is that of path and body, `at` the client's position."""
 
     owner: str
     key: str
@@ -40,8 +40,8 @@ class Named(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """`found` is None where no ticket can be kept now; then there is a job, or one is still to be made. `repeated`: it
-    was there before."""
+    """`found` is None if no ticket can be stored now; then `job` is the new job, or None if it has yet to be made.
+    `repeated`: the ticket was there before."""
 
     found: Found | None
     job: Job | None
@@ -49,8 +49,8 @@ class Opened(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """Whoever reads an answer: what it has of it, whether it asks elsewhere when it is told that it ends here, and when
-    it wants to have read it, in Unix seconds; 0 is never."""
+    """A reader of an answer: its position, whether it resumes elsewhere when told that the stream ends here, and its
+    deadline in Unix seconds; 0 means none."""
 
     at: Position | None
     resumes: bool
@@ -58,7 +58,7 @@ class Reader(NamedTuple):
 
 
 class Naming:
-    """One request's key, and the digest of all it says: `seen` is told its body."""
+    """One request's key and digest; `seen` adds the body to the digest."""
 
     def __init__(self, request: Request) -> None:
         """Raises InvalidParams."""
@@ -75,7 +75,7 @@ class Naming:
             self._digest.update(body)
 
     def named(self, body: Asked, owner: str) -> Named | None:
-        """None where it has no key. Raises InvalidParams."""
+        """None if it has no key. Raises InvalidParams."""
         if self.key is None:
             return None
         background = bool(getattr(body, "background", False))
@@ -105,7 +105,7 @@ def reader_of(request: Request) -> Reader:
 
 
 def headers_of(named: Named | None, opened: Opened) -> Mapping[str, str]:
-    """What an answer says of its ticket."""
+    """The response headers that describe the ticket."""
     if named is None:
         return NO_HEADERS
     if opened.found is None:
@@ -115,7 +115,7 @@ def headers_of(named: Named | None, opened: Opened) -> Mapping[str, str]:
 
 
 def _one(request: Request, name: str) -> str | None:
-    """Raises InvalidParams for a header that stands there twice."""
+    """Raises InvalidParams for a header that is given twice."""
     found = request.headers.getlist(name)
     if len(found) > 1:
         raise InvalidParams([Problem(name, "is given twice in the headers")])

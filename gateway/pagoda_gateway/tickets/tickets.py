@@ -1,8 +1,8 @@
-"""Tokens follow from the job, so a ticket needs no more: any gateway runs it again, and tells what is missing.
+"""Tokens follow from the job, so a ticket needs only the job: any gateway runs it again and sends what is missing.
 
-Where a job runs, everybody who asks for it reads the same tape. Where it does not, it is run: claims spare work that is
-done twice, and keep an answer that is no stream from being waited for at two places, but nothing rests on them. An
-answer that has ended is kept as its tape, so that who asks again is answered by the code that answered first.
+Where a job runs, all its readers read the same tape. A gateway where it does not run, runs it: claims avoid duplicate
+work, and two gateways waiting for one non-streamed answer, but correctness does not depend on them. A finished answer
+is stored as its tape, so that the code that answered first also answers a repeated request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Ended(NamedTuple):
-    """What was generated of a job, out of the store."""
+    """A job and its finished tape, from the store."""
 
     job: Job
     tape: Tape
@@ -51,8 +51,8 @@ NewJob = Callable[[], Awaitable[Job]]
 
 
 class Tickets:
-    """`leave` before the gateway drains, and `aclose` it before the engine client. `on_read` is told one of WAYS of
-    every request that is read."""
+    """Call `leave` before the gateway drains, and `aclose` before closing the engine client. `on_read` receives one of
+    WAYS for every request that is read."""
 
     def __init__(self, ctx: GatewayContext, on_read: Callable[[str], None] = lambda way: None) -> None:
         self._ctx = ctx
@@ -61,12 +61,12 @@ class Tickets:
         self._room = Room(self._kept, ctx.config.max_tickets, ctx.config.max_tickets_bytes)
         self._holder = secrets.token_hex(8)
         self._live: dict[str, Live] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # each until its last write, which comes when it lives no more
+        self._tasks: set[asyncio.Task[None]] = set()  # each until its last write, after it has left `_live`
         self._grace_s = ctx.config.ticket_grace_s
 
     async def leave(self) -> None:
-        """What nobody reads here is left to whoever is asked for it; and what is read by those only who ask elsewhere,
-        if another gateway finds what is kept."""
+        """Leave runs without readers to the gateway that is asked for them next. If the store outlives this gateway,
+        hand over those whose readers all resume elsewhere."""
         self._grace_s = 0.0
         lasts = is_lasting(self._ctx.config.store)
         moving = [live for live in self._live.values() if lasts and live.num_resuming == live.num_readers]
@@ -75,7 +75,7 @@ class Tickets:
             live.hurry()
 
     async def hand_over_all(self) -> None:
-        """There is no more time for any of them."""
+        """Hand over all runs: the drain timeout is over."""
         await self._hand_over(list(self._live.values()))
 
     async def _hand_over(self, several: list[Live]) -> None:
@@ -84,8 +84,8 @@ class Tickets:
             live.stop(PagodaError(ErrorCode.UNAVAILABLE, "this gateway is shutting down; ask another one"))
 
     async def _keep_so_far(self, live: Live) -> None:
-        """Where it cannot be kept it is generated again; so are searches, and what may have another grammar than its
-        job says."""
+        """Store the tape so far. What cannot be stored is generated again; so are beam searches, and runs that may use
+        another grammar than their job's."""
         job, tape = live.job, live.tape
         plain = not (job.loose_grammar or job.records[0].task.params.use_beam_search)
         if plain and tape.was_started and tape.num_numbers <= MAX_VALUE_BYTES:
@@ -100,14 +100,14 @@ class Tickets:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._kept.aclose()
 
-    # Who asks
+    # Opening tickets
 
     async def open(self, named: Named, new_job: NewJob) -> Opened:
-        """The ticket of what is asked, old or new.
+        """Find or begin the request's ticket.
 
         Raises:
-            PagodaError: KEY_REUSED where the key stands for another request; what `new_job` raises. For who has a part
-                of the answer, which is not told again: NOT_FOUND where nobody knows it, UNAVAILABLE where nobody can.
+            PagodaError: KEY_REUSED if the key stands for another request; what `new_job` raises. If the client has part
+                of the answer, so that it must not begin anew: NOT_FOUND without a ticket, UNAVAILABLE without a store.
         """
         job: Job | None = None
         try:
@@ -149,7 +149,7 @@ class Tickets:
             return await self._kept.begin(named.name, named.owner, ticket, data)
 
     async def _written_again(self, live: Live | None) -> bool:
-        """The ticket of what runs here is there once more, as the store had lost it. False: deleted, or ended."""
+        """Write the ticket of a live run again, after the store has lost it. False if it was deleted or has ended."""
         if live is None or live.why is not None or live.tape.ended:
             return False
         if await self._kept.is_forgotten(live.job.id):
@@ -160,7 +160,7 @@ class Tickets:
         return True
 
     def _check_stream(self, job: Job) -> None:
-        """Raises InvalidParams where it is more than is kept of a stream that may be read again."""
+        """Raises InvalidParams if the answer would be larger than a stream that can be read again may be."""
         params, prompts = job.records[0].task.params, [len(record.prompt_token_ids) for record in job.records]
         if params.n * len(prompts) > MAX_CHOICES:
             message = f"a stream with an Idempotency-Key has at most {MAX_CHOICES} choices, prompts x n"
@@ -176,10 +176,10 @@ class Tickets:
         return found
 
     async def let_go(self, found: Found) -> None:
-        """Of a response that is not kept: its gateway got no further, or it was deleted; it may be begun anew.
+        """Delete the ticket of a response that was never stored or was deleted, so that the request may begin anew.
 
         Raises:
-            PagodaError: IN_PROGRESS, as its gateway may be at it.
+            PagodaError: IN_PROGRESS: its gateway may still be starting it.
         """
         if self._kept.age_s(found) < times.TICKET_LEASE_S:
             message = "the request with this Idempotency-Key is still being started; try again"
@@ -188,26 +188,26 @@ class Tickets:
             self._room.freed(found.owner, await self._kept.let_go(found))
 
     async def forget(self, found: Found) -> None:
-        """Wherever it runs, it ends: here now, elsewhere when that gateway looks."""
+        """Delete the ticket and end its run: here now, at another gateway when that one checks."""
         self._room.freed(found.owner, await self._kept.forget(found))
         if (live := self._live.get(found.name)) is not None:
             live.stop(PagodaError(ErrorCode.CANCELLED, "the stream was deleted"))
 
     async def forget_job(self, job_id: str, owner: str) -> None:
-        """The ticket that it has, if it has one."""
+        """Forget the job's ticket, if it has one."""
         if (found := await self._kept.of_job(job_id, owner)) is not None:
             await self.forget(found)
 
-    # Who reads
+    # Reading
 
     @asynccontextmanager
     async def reading(
         self, found: Found, job: Job | None, dialect: Dialect[Any], charge: Callable[[str], Charge], reader: Reader
     ) -> AsyncIterator[Writer]:
-        """`job` where it is at hand; `charge` makes that of a run of a model.
+        """`job`, if the caller has it; `charge` makes the charge of a run, for a model's name.
 
         Raises:
-            PagodaError: IN_PROGRESS where it is no stream and is answered elsewhere; as a run does.
+            PagodaError: IN_PROGRESS if it is not a stream and another gateway is answering it; as a run does.
         """
         try:
             source = await self._source(found, job, charge)
@@ -221,7 +221,7 @@ class Tickets:
                 yield writer
 
     async def _source(self, found: Found, job: Job | None, charge: Callable[[str], Charge]) -> Live | Ended:
-        """What runs here, or has ended; else it is run. Whoever else changed the ticket meanwhile may have answered."""
+        """The live run here, the stored answer, or a new run; looks again if another gateway changes the ticket."""
         life = "" if job is not None else secrets.token_hex(4)
         while True:
             if (live := self._running(found)) is not None:
@@ -242,7 +242,7 @@ class Tickets:
                 return live
 
     async def _there(self, found: Found) -> Found:
-        """As it is now. Raises PagodaError NOT_FOUND where it was deleted."""
+        """Its current version. Raises PagodaError NOT_FOUND if it was deleted."""
         now = await self._kept.find(found.name, found.owner)
         if now is None or now.ticket.job_id != found.ticket.job_id:
             raise not_found(found.name)
@@ -279,10 +279,10 @@ class Tickets:
             logger.exception("the answer of %s cannot be read, and is generated again", found.name)
             return None
 
-    # What runs here
+    # Running
 
     async def _begun(self, found: Found, job: Job, life: str, charge: Charge) -> Live:
-        """Raises PagodaError IN_PROGRESS, OVERLOADED, and Conflict where the ticket is not as it was found."""
+        """Raises PagodaError IN_PROGRESS, OVERLOADED, and Conflict if the ticket has changed since it was found."""
         if found.ticket.runner != self._holder:
             claimed = await self._kept.claim(found.name, self._holder, times.TICKET_LEASE_S)
             if not claimed and not found.ticket.stream:
@@ -292,7 +292,7 @@ class Tickets:
             found = await self._kept.change(found, runner=self._holder, ended_at=0.0)
         so_far = await self._kept.handed_over(found) if life else b""
         if (live := self._running(found)) is not None:
-            return live  # somebody was quicker
+            return live  # another request was quicker
         holding = self._ctx.memory.holding(f"ticket {found.owner}")
         try:
             holding.grow_to(held_bytes(job) + BYTES_PER_TOKEN * job.num_prompt_tokens)
@@ -328,7 +328,7 @@ class Tickets:
         except PagodaError as error:
             refused = live.is_new and not live.tape.was_started and not error.status.retryable
             live.tape.fail(error)
-            if refused:  # what it asks for may be mended under the same key
+            if refused:  # the client may correct the request under the same key
                 with suppress(PagodaError):
                     self._room.freed(live.found.owner, await self._kept.delete(live.found))
         except Exception as error:  # noqa: BLE001 - readers wait for an ending
@@ -344,12 +344,12 @@ class Tickets:
                 await self._kept.release(live.found.name, self._holder)
 
     async def _tell_end(self, found: Found) -> None:
-        """Of what has no answer; not where somebody else runs it."""
+        """Record the end of a run without an answer, unless another gateway runs it."""
         with suppress(PagodaError, Conflict):
             await self._kept.ended(found)
 
     async def _keep_answer(self, live: Live) -> bool:
-        """False where it cannot be kept: it is generated again when it is asked for."""
+        """False if it cannot be stored; then it is generated again when a client asks for it."""
         if live.tape.num_numbers > MAX_APPEND_BYTES:
             return False
         answer = live.tape.dump()
@@ -359,8 +359,8 @@ class Tickets:
         return False
 
     async def _keep_claim(self, live: Live) -> None:
-        """And end it where it is deleted, or where nobody reads it here and another gateway runs it. What the store has
-        lost is written anew."""
+        """Renew the claim; end the run if it was deleted, or if it has no readers here and another gateway runs it.
+        Write the ticket anew if the store has lost it."""
         while True:
             with suppress(PagodaError):
                 await self._kept.claim(live.found.name, self._holder, times.TICKET_LEASE_S)
@@ -385,7 +385,7 @@ def _same(found: Found, named: Named) -> Found:
 
 
 class _Outside(Exception):
-    """A failure that is none of the store."""
+    """A failure that does not come from the store."""
 
     def __init__(self, error: PagodaError) -> None:
         super().__init__()
