@@ -1,1 +1,1 @@
-"""Tokens and blocks: which worker computes what, and whose tokens those are."""
+"""Tokens and blocks: which worker computes what, and to whom its tokens go."""

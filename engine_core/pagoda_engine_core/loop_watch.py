@@ -1,8 +1,8 @@
-"""An engine core whose loop has stopped helps nobody: the process ends, and its successor gets what it held.
+"""Ends the process when the engine loop is stuck, so that a successor takes over its requests.
 
-The loop's thread cannot tell that it is stuck, and the beat its supervisor hears comes from the event loop. So the
-event loop watches: if it ran all the while and the other did not come round, the fault is not the machine's. Whoever
-watches over the event loop in turn needs no key for it: the age of a file tells.
+The loop thread cannot notice that it is stuck, and the beat to the supervisor comes from the event loop. So the event
+loop watches: if it ran all the time while the engine loop made no pass, the machine is not to blame. A watcher of the
+event loop needs no key: it reads the age of a file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 TOUCH_S = 1.0
-TELLING_S = 1.0  # for the stacks to be told; then the process ends all the same
+TELLING_S = 1.0  # for writing the stacks; then the process ends regardless
 EXIT_CODE = 1
 
 
 class LoopWatch:
-    """Judges from what it sees: `rounds` is any number that changes whenever the loop comes round."""
+    """Decides whether a loop is stuck. `rounds` is any number that changes with every pass of the loop."""
 
     def __init__(self, stuck_s: float, rounds: float, now: float) -> None:
         self._stuck_s = stuck_s
@@ -35,7 +35,7 @@ class LoopWatch:
         self._changed_at = now
 
     def look(self, rounds: float, now: float) -> bool:
-        """Whether the loop is stuck. To be called every `LOOK_S`."""
+        """Whether the loop is stuck. Call it every `LOOK_S`."""
         self._changed_at += self._guard.tick(now)
         if rounds != self._rounds:
             self._rounds, self._changed_at = rounds, now
@@ -43,7 +43,7 @@ class LoopWatch:
 
 
 async def keep_touching(file: SignFile, alive: Callable[[], bool]) -> None:
-    """While both loops come round."""
+    """Touch the file while both loops make passes."""
     while True:
         if alive():
             await asyncio.to_thread(file.touch)  # a disk may hang
@@ -51,7 +51,7 @@ async def keep_touching(file: SignFile, alive: Callable[[], bool]) -> None:
 
 
 async def end_when_stuck(passed_at: Callable[[], float], stuck_s: float = LOOP_STUCK_S) -> None:
-    """Watch a loop whose rounds begin at `passed_at`; end the process, with all stacks told, when it is stuck."""
+    """Watch a loop whose last pass began at `passed_at`. When it is stuck, write all stacks and end the process."""
     clock = asyncio.get_running_loop().time
     watch = LoopWatch(stuck_s, passed_at(), clock())
     while True:

@@ -1,6 +1,6 @@
-"""What Prometheus sees of one engine core: `pagoda_engine_core_` and vLLM's names where they mean the same.
+"""Prometheus metrics of an engine core: prefix `pagoda_engine_core_`, and vLLM's names where the meaning is the same.
 
-What a gateway exports has the prefix `pagoda_` alone, so the two never share a name.
+A gateway's metrics have the prefix `pagoda_` alone, so the two never share a name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DROPPED = "frames_dropped_"
 
 
 class Metrics:
-    """The engine core's Observer, with a registry of its own. `stats` is asked at every scrape, from another thread."""
+    """The engine core's Observer, with its own registry. Each scrape calls `stats`, from another thread."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -63,7 +63,7 @@ class Metrics:
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step", STEP_TOKEN_BUCKETS)
 
     def certificate(self, not_after: float) -> None:
-        """When the certificate of the link to gateways ends, in seconds since the epoch. Call once."""
+        """Export when the certificate of the link to gateways expires, in seconds since the epoch. Call once."""
         name, text = f"{PREFIX}certificate_not_after_seconds", "End of the link's certificate, since the epoch"
         Gauge(name, text, registry=self.registry).set(not_after)
 
@@ -105,7 +105,7 @@ class _StatsCollector(Collector):
         self._stats = stats
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing up front: registering must not ask an engine core that is not running yet."""
+        """Nothing: registration must not query an engine core that is not running yet."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

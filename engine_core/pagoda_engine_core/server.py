@@ -1,6 +1,6 @@
-"""One process of the engine core: gRPC in the main thread's event loop, the engine loop in a thread of its own.
+"""The engine core process: gRPC in the main thread's event loop, the engine loop in its own thread.
 
-serve    build, report "listening", run until `stop`, drain, hand back, close: every part of the way down has a limit
+serve    build, report "listening", run until `stop`, drain, hand back, close; each part of stopping is time-limited
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
-    ("grpc.so_reuseport", 0),  # a second engine core at the same port is an error, not a lottery
+    ("grpc.so_reuseport", 0),  # a second engine core on the same port must fail, not share it
     ("grpc.keepalive_time_ms", round(SESSION_PING_S * 1000)),
     ("grpc.keepalive_timeout_ms", round(SESSION_PONG_S * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-    ("grpc.http2.max_ping_strikes", 0),  # gateways find out by pings that we are gone; let them
+    ("grpc.http2.max_ping_strikes", 0),  # gateways detect by pings that we are gone
 )
 SCRAPE_S = 2.0
 PULSE_S = 1.0
@@ -59,14 +59,14 @@ DRAIN_LOOK_S = 0.05
 
 
 async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> None:
-    """Run an engine core until `stop` is set; returns within `drain_timeout_s` and `ENGINE_CORE_STOPS_S` then.
+    """Run an engine core until `stop` is set; then return within `drain_timeout_s` plus `ENGINE_CORE_STOPS_S`.
 
     Reports `{"event": "listening", "address", "worker_endpoint"}` once, with a "metrics" address if there is one, and
     `{"event": "workers", "ready": n}` whenever that number changes.
 
     Raises:
-        ValueError: no address, or one off this machine without keys (KeyFileError: keys that cannot be used), or an
-            `alive_file` that cannot be made.
+        ValueError: no address, or a non-local one without keys (KeyFileError: keys that cannot be used), or an
+            `alive_file` that cannot be created.
         OSError: an address that is in use.
         RuntimeError: the engine loop has failed.
     """
@@ -101,7 +101,7 @@ async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> No
 
 
 class LoopThread:
-    """The engine loop's thread. If it fails, the process has no more to do: `stop` is set."""
+    """The thread of the engine loop. If it fails, it sets `stop` to end the process."""
 
     def __init__(self, engine: EngineCore, stop: asyncio.Event) -> None:
         self._engine = engine
@@ -124,7 +124,7 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(self._stop.set)
 
     async def end(self) -> None:
-        """Stop it, within a bound; a loop that never started is closed here."""
+        """Stop the loop, waiting at most THREAD_ENDS_S; if it never started, close the engine core here."""
         self._stopping.set()
         if self._thread.ident is None:
             self._engine.close()
@@ -140,7 +140,8 @@ class LoopThread:
 
 
 def _open_port(server: grpc.aio.Server, listen: str, keys: TlsKeys | None) -> str:
-    """The address, with the real port; with `keys` it asks for mutual TLS. Raises OSError when it is in use."""
+    """Open the port, with mutual TLS if there are `keys`. Returns the address with the actual port. Raises OSError if
+    it is in use."""
     try:
         if keys is None:
             port = server.add_insecure_port(listen)
@@ -171,7 +172,7 @@ async def _listen(
 
 
 async def _tell_health(engine: EngineCore, healthy: Any) -> None:
-    """SERVING while the loop comes round, a worker takes work, and we are not on our way out."""
+    """Report SERVING while the loop makes passes, a worker takes work, and this process is not draining."""
     told: dict[str, bool] = {}
     while True:
         load = engine.load()
@@ -187,7 +188,7 @@ async def _tell_health(engine: EngineCore, healthy: Any) -> None:
 def _serve_metrics(
     config: EngineConfig, metrics: Metrics, engine: EngineCore, stack: AsyncExitStack
 ) -> dict[str, object]:
-    """The address of the metrics page by that name, nothing without one."""
+    """Serve metrics, if configured. Returns the page's address under "metrics", or nothing."""
     metrics.watch(lambda: engine.call(engine.stats).result(SCRAPE_S))
     if config.metrics_port < 0:
         return {}
@@ -225,9 +226,9 @@ async def _start_task(coroutine: Coroutine[Any, Any, None], stack: AsyncExitStac
 
 
 async def _drain(engine: EngineCore, timeout_s: float) -> None:
-    """Gateways that know another engine core move their requests there, the others let them end here."""
+    """Drain: gateways with another engine core move their requests there; the others let them end here."""
     log.info("stopping: %d requests open", engine.num_open)
-    with contextlib.suppress(Exception):  # a loop that is gone has nothing that could end
+    with contextlib.suppress(Exception):  # a loop that has ended has nothing to drain
         async with asyncio.timeout(HAND_BACK_S):
             await asyncio.wrap_future(engine.drain("the engine core is draining"))
     until = time.monotonic() + timeout_s
@@ -236,7 +237,7 @@ async def _drain(engine: EngineCore, timeout_s: float) -> None:
 
 
 async def _hand_back(engine: EngineCore, board: LoadBoard) -> None:
-    """Running requests go back to their gateways, then the sessions end."""
+    """Hand open requests back to their gateways, then end the sessions."""
     try:
         async with asyncio.timeout(HAND_BACK_S):
             await asyncio.wrap_future(engine.hand_back("the engine core is shutting down"))

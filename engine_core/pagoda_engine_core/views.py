@@ -1,4 +1,4 @@
-"""What others may see of an engine core, as plain values of a moment."""
+"""Snapshots of an engine core for other threads, as plain values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagoda_proto.records import SESSION_PROTOCOL, Load
 
 
 class WorkerView(NamedTuple):
-    """A worker's life, and what the engine core has placed there."""
+    """One life of a worker, and what the engine core has placed on it."""
 
     info: WorkerInfo
     num_free_blocks: int
@@ -22,7 +22,7 @@ class WorkerView(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Numbers of this moment, and totals since the engine core started."""
+    """Current numbers, and totals since the engine core started."""
 
     load: Load
     blocks: BlockCounts  # of all workers together

@@ -1,4 +1,4 @@
-"""The engine core is the last to know the model, so it checks again; what passes here can run to its end."""
+"""The engine core is the last tier that knows the model, so it checks again; what passes here can run to its end."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ MAX_TENANT_BYTES = 256
 MAX_ATTEMPT = 2**31 - 1
 MAX_RETRY_AFTER_S = 300.0
 FIRST_EXPECTED_OUTPUT = 128
-"""Tokens that a request is taken to yield until one has ended."""
+"""Output tokens assumed per request until one has ended."""
 LEAST_WEIGHT = 0.05
-"""Of the newest of many endings in their average."""
+"""Least weight of the newest ending in the average output length."""
 
 
 @dataclass(slots=True, eq=False)
 class HeldSubmission:
     """A submission that waits for the model's limits, or until its grammar is checked.
 
-    `since` is what its patience counts from.
+    `since` is when its timeout starts.
     """
 
     submission: Submission
@@ -51,22 +51,22 @@ class HeldSubmission:
 
 
 class Admission:
-    """Lets submissions in. Until a first worker has told the model's limits, and until its grammar is checked, one is
-    held, neither in nor refused.
+    """Admits submissions. A submission is held, neither admitted nor refused, until a first worker has reported the
+    model's limits and until its grammar is checked.
 
-    `check` has a grammar checked for a tenant, whose verdict is then to be brought to `judged`. Grammars of requests
-    that have begun were checked when those began: only then does a clock decide, and what has begun is never refused.
+    `check` starts checking a grammar for a tenant; the caller passes the verdict to `judged`. Only new requests have
+    their grammar checked: a check can fail by its time limit, and a request that has begun is never refused.
     """
 
     def __init__(self, config: EngineConfig, check: Callable[[str, str], object]) -> None:
         self._config = config
         self._check = check
-        self._checking: dict[str, set[str]] = {}  # for which tenants, by grammar
+        self._checking: dict[str, set[str]] = {}  # tenants, by grammar
         self._verdicts = Verdicts()
         self._held: dict[str, HeldSubmission] = {}
         self._num_held_tokens = 0
         self._throughput = Throughput()
-        self._crowded = Throughput()  # while somebody waited: who is alone gets far less out of a worker than a crowd
+        self._crowded = Throughput()  # while requests waited: a lone one gets far less from a worker than many
         self._expected_output = float(FIRST_EXPECTED_OUTPUT)
         self._num_ended = 0
         self.limits: ModelLimits | None = None
@@ -82,7 +82,7 @@ class Admission:
     def admit(
         self, submission: Submission, running: Submission | None, num_waiting: int, num_tokens: int, now: float
     ) -> Request | None:
-        """The request to run, or None while it is held. `running` is an earlier attempt of it.
+        """The request to run, or None if it is held. `running` is an earlier attempt at it.
 
         `num_waiting` requests with `num_tokens` prompt tokens wait already. Raises PagodaError.
         """
@@ -106,7 +106,7 @@ class Admission:
         return None
 
     def judged(self, grammar: str, verdict: Verdict, now: float) -> list[HeldSubmission]:
-        """The submissions that were held for this verdict."""
+        """Record a verdict. Returns the submissions that were held for it."""
         self._checking.pop(grammar, None)
         self._verdicts.keep(grammar, verdict, now)
         waited = [held for held in self._held.values() if held.grammar == grammar]
@@ -115,23 +115,23 @@ class Admission:
         return waited
 
     def open(self, hello: Hello) -> list[HeldSubmission]:
-        """The model is known; the submissions that were held, to be admitted now."""
+        """Learn the model from its first worker. Returns the held submissions, which the caller admits now."""
         max_model_len = min(self._config.max_model_len or hello.max_model_len, hello.max_model_len)
         self.limits = ModelLimits(hello.vocab_size, max_model_len)
         self.readings = Readings(hello.pools, hello.pooled_width)
-        if hello.pools:  # what reads yields none
+        if hello.pools:  # a model that pools yields no tokens
             self._expected_output = 0.0
         self.model_fingerprint = hello.model_fingerprint
         return self._take_held()
 
     def close(self, why: str) -> list[HeldSubmission]:
-        """Nothing gets in any more; the submissions that were held."""
+        """Admit nothing any more. Returns the held submissions."""
         self.closed, self.why_closed = True, why
         return self._take_held()
 
     def withdraw(self, request_id: str, choices: tuple[int, ...], sink: Sink | None) -> Submission | None:
-        """Some choices of a held submission (all, if none is named) are wanted no more; the submission, if that is the
-        end of it. With `sink`, only if that is where its answers go."""
+        """Abort some choices of a held submission (all if none are named). Returns the submission if none are left.
+        With `sink`, only if its answers go to that sink."""
         held = self._held.get(request_id)
         if held is None or (sink is not None and held.submission.sink is not sink):
             return None
@@ -147,20 +147,19 @@ class Admission:
             self._drop(request_id)
 
     def forgive(self, seconds: float, now: float) -> None:
-        """So much time has passed in which we did not run: nobody's patience is spent by it, and no rate is lower."""
+        """Exclude a time in which we did not run from timeouts and rates."""
         for held in self._held.values():
             held.since = min(held.since + seconds, now)
         for measured in (self._throughput, self._crowded):
             measured.forgive(seconds, now)
 
     def interrupted(self) -> None:
-        """A worker is gone, and what it was computing brings nothing: the time since it was asked says nothing of how
-        much there is to come."""
+        """A worker is gone and its steps in flight yield nothing, so restart the measurements of throughput."""
         for measured in (self._throughput, self._crowded):
             measured.begin_anew()
 
     def expire(self, now: float) -> list[tuple[Submission, PagodaError]]:
-        """Submissions that were held for too long, and what to tell them."""
+        """Remove the submissions that were held for too long; returns them with their errors."""
         late = []
         for held in list(self._held.values()):
             submission = held.submission
@@ -175,26 +174,26 @@ class Admission:
 
     @property
     def needed_numerics(self) -> str:
-        """What the first worker must be like, for a request that has begun is held."""
+        """The numerics that the first worker must have because a request that has begun is held."""
         begun = (held.submission.resume.begun for held in self._held.values())
         return next((one.numerics_id for one in begun if one is not None), "")
 
-    # --- how long it takes -------------------------------------------------------------------------------------------
+    # --- estimates of waiting times ----------------------------------------------------------------------------------
 
     def served(self, num_tokens: int, now: float, *, busy: bool, crowded: bool) -> None:
-        """A step has brought so many tokens of requests; `busy` if requests are left, `crowded` if some wait."""
+        """Count the tokens of requests that a step served; `busy` if requests are left, `crowded` if some wait."""
         self._throughput.served(num_tokens, now, busy=busy)
         self._crowded.served(num_tokens, now, busy=crowded)
 
     def note_length(self, num_output_tokens: int) -> None:
-        """A request has yielded so many tokens."""
+        """Count the output tokens of a request that has ended."""
         self._num_ended += 1
         weight = max(1 / self._num_ended, LEAST_WEIGHT)
         self._expected_output += (num_output_tokens - self._expected_output) * weight
 
     def check_wait(self, request: Request, ahead: Ahead) -> None:
-        """Raises Full where a new request, which must wait, would wait for longer than it may: now, and not then. While
-        nobody has had to since the start, nothing is known of how long that takes, and nobody is refused for it."""
+        """Raises Full at once, not after its timeout, if a new request that must wait would wait longer than it may.
+        Until a request has had to wait, the rate is unknown and no request is refused for it."""
         rate, patience_s = self._crowded.tokens_per_s, self._config.patience_s(request.record.queue_timeout_s)
         if not (rate and ahead.num_requests) or request.resumes:
             return
@@ -204,8 +203,8 @@ class Admission:
             raise Full(f"it would begin in about {math.ceil(wait_s)} s, and may wait {patience_s:g} s")
 
     def seconds_for(self, num_prompt_tokens: int, num_waiting: int, num_running: int) -> float:
-        """When all that is before a new request will be computed: prompts that wait, their output, and half of that of
-        what runs. 0 while no rate is known."""
+        """Seconds until everything ahead of a new request is computed: waiting prompts, their output, and half the
+        output of running requests. 0 while no rate is known."""
         rate = self._throughput.tokens_per_s
         if not rate:
             return 0.0
@@ -213,7 +212,7 @@ class Admission:
         return min(MAX_RETRY_AFTER_S, max(1.0, (num_prompt_tokens + self._num_held_tokens + num_outputs) / rate))
 
     def _may_compile(self, submission: Submission, now: float) -> bool:
-        """False if its grammar is being checked. Raises PagodaError when it was refused, or too many wait."""
+        """False while its grammar is being checked. Raises PagodaError if it was refused, or too many wait."""
         grammar = submission.record.task.params.grammar
         if not grammar or submission.resume.has_tokens:
             return True
@@ -269,11 +268,11 @@ def _request(submission: Submission, limits: ModelLimits, readings: Readings) ->
 
 
 def check_submission(submission: Submission, limits: ModelLimits, readings: Readings) -> int:
-    """The most outputs a choice of this request may have; `readings` are the model's.
+    """The most outputs that a choice of this request may have; `readings` are the model's.
 
     Raises:
         InvalidParams: with every problem of the record, or every problem of the prior outputs.
-        PagodaError: CONTEXT_LENGTH_EXCEEDED when prompt and requested output do not fit.
+        PagodaError: CONTEXT_LENGTH_EXCEEDED if prompt and requested output do not fit.
     """
     record, prior = submission.record, submission.resume.prior_outputs
     problems = list(record_problems(record, submission.attempt))
@@ -301,7 +300,7 @@ def _check_task(record: RequestRecord, limits: ModelLimits, readings: Readings) 
 
 
 def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:
-    """What is wrong whatever the model."""
+    """Problems that do not depend on the model."""
     size = len(record.request_id.encode(errors="replace"))
     if not 1 <= size <= MAX_ID_BYTES:
         yield Problem("request_id", f"must have 1 to {MAX_ID_BYTES} bytes, got {size}")

@@ -1,12 +1,12 @@
-"""All that waits, waits here, in one order; a worker gets a request only when it can begin it in its next step.
+"""All waiting requests wait here, in one order; a worker gets a request only when it can start it in its next step.
 
-So a worker that joins has work from its next step, and nobody waits behind strangers on a slow one. Who cannot begin
-anywhere yet is not overtaken on the workers that could take him.
+So a worker that joins has work from its next step on, and no request waits behind others on a slow worker. A request
+that cannot start anywhere yet is not overtaken on the workers that could take it.
 
-What has begun goes on where weights and numerics are those of its first token, and before all new requests. One that
-was running at two losses in a row, without a token in between, is a suspect: each worker has at most one suspect that
-has yet to prove itself by a token, so when that worker is lost it is known who did it. A process that was silent and
-registers again did not die of anything: whoever came under suspicion for it is relieved of that.
+A request that has begun continues only with the weights and numerics of its first token, and before all new requests.
+One that was running at two losses of its worker, without a token in between, is a suspect. Each worker has at most one
+suspect that has not yet proved itself by a token, so if that worker is lost, the culprit is known. A process that was
+silent and registers again did not die, so requests blamed for that are relieved.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from pagoda_proto.times import NO_WORKER_WAIT_S, WORKER_DRAINS_S
 log = logging.getLogger(__name__)
 
 MAX_LOST_LIVES = 20
-"""Whoever is to blame: a request that has had a row in so many lost lives, and made no token, ends."""
+"""A request that had a row in this many lost lives, whatever ended them, without producing a token, is ended."""
 
 LEAST_ROWS_TO_SPARE = 16
-"""A worker with fewer spares none."""
+"""A worker with fewer rows keeps none free for other tenants."""
 
 
 class Router:
     """All open requests: those that workers hold and those that wait for one. Times are the engine's `now`.
-    `plans_late`: the steps of workers are planned no sooner than they must be."""
+    `plans_late`: plan the steps of workers no sooner than necessary."""
 
     def __init__(self, config: EngineConfig, *, plans_late: bool = False) -> None:
         self._config = config
@@ -56,11 +56,11 @@ class Router:
         self._row_ids: Iterator[int] = itertools.count(1)
         self._fairness = Fairness(counting=config.policy == "fair")
         self._queue = WaitingQueue(self._policy, self._fairness)
-        self._totals: Counter[str] = Counter()  # less what is counted by the workers that are here
+        self._totals: Counter[str] = Counter()  # of workers that are gone
         self._fleet = Pace()
         self.workers: dict[int, Worker] = {}
-        self._start_s = 0.0  # the longest that a worker here has taken
-        self.refused_numerics = ""  # of the last worker that was turned away for those that requests here need
+        self._start_s = 0.0  # longest startup of a worker so far
+        self.refused_numerics = ""  # of the last worker refused for not having the needed ones
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class Router:
         return worker
 
     def leave(self, left: WorkerLeft, now: float) -> list[Delta]:
-        """Take back what the worker held. Requests that are convicted of killing workers end here."""
+        """Take back the worker's requests. Those convicted of killing workers end here."""
         worker = self.workers.pop(left.epoch, None)
         if worker is None:
             return []
@@ -100,7 +100,7 @@ class Router:
         return deltas
 
     def lose_track(self, worker: Worker, now: float) -> list[Delta]:
-        """End what a worker that has left held and what could not be taken back."""
+        """End those requests of a departed worker that could not be taken back."""
         lost = [request for name, request in worker.requests.items() if not self.is_waiting(name)]
         return [delta for request in lost for delta in request.lose_track(now)]
 
@@ -115,17 +115,17 @@ class Router:
         return []
 
     def stepped(self, worker: Worker, worked_s: float, now: float) -> int:
-        """The result of the worker's oldest step is in; how many tokens of requests that has brought."""
+        """Note that the worker's oldest step is done. Returns how many tokens of requests it has served."""
         return worker.stepped(worked_s, now, self._fleet)
 
     @property
     def needed_numerics(self) -> str:
-        """Without a worker: what the first one to come must be like, for a request that has begun waits for it."""
+        """Without a worker: the numerics that the next one must have because a request that has begun needs them."""
         begun_by = (queued.request.begun for queued in self._queue.entries())
         return next((begun.numerics_id for begun in begun_by if begun is not None), "")
 
     def drain(self, worker_id: str, now: float) -> None:
-        """Have a worker leave, within the time that one takes that leaves by itself. PagodaError NOT_FOUND."""
+        """Have a worker leave, within the time allowed to one that leaves by itself. Raises PagodaError NOT_FOUND."""
         workers = [worker for worker in self.workers.values() if worker.hello.worker_id == worker_id]
         if not workers:
             raise PagodaError(ErrorCode.NOT_FOUND, f"there is no worker {worker_id!r} here", "worker_id")
@@ -135,13 +135,13 @@ class Router:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request that is new or was taken back."""
+        """Queue a new request, or one that was taken back."""
         if self.workers and request.ledger.cause is Cause.QUEUED_NO_WORKER:
             request.ledger.enter(Cause.QUEUED_BEHIND, now)
         self._queue.add(request, Rank.of(request), now)
 
     def ahead_of(self, request: Request) -> Ahead:
-        """What a request that is not here yet would wait behind."""
+        """What a request not queued yet would wait behind."""
         ahead = self._queue.ahead_of(request, Rank.of(request))
         schedulers = [worker.scheduler for worker in self.workers.values()]
         num_requests = ahead.num_requests + sum(scheduler.num_waiting for scheduler in schedulers)
@@ -154,7 +154,7 @@ class Router:
         return next((worker for worker in self.workers.values() if request_id in worker.requests), None)
 
     def abort(self, request_id: str, choices: tuple[int, ...], now: float) -> list[Delta]:
-        """End some choices, or all; unknown ids do nothing."""
+        """End some choices, or all. Unknown ids are ignored."""
         worker = self.holder(request_id)
         if worker is not None:
             return self.note_endings(worker, worker.scheduler.abort(request_id, choices, now))
@@ -168,7 +168,7 @@ class Router:
         return deltas
 
     def note_endings(self, worker: Worker, deltas: list[Delta]) -> list[Delta]:
-        """Note which of a worker's requests the deltas end, and pass them on; and whether its suspect is none now."""
+        """Note which of a worker's requests the deltas end, and whether its suspect is cleared; returns the deltas."""
         for delta in deltas:
             if delta.ends_request and (request := worker.requests.pop(delta.request_id, None)):
                 self._fairness.charge([request])
@@ -180,7 +180,7 @@ class Router:
         return deltas
 
     def take_all(self, now: float) -> list[Request]:
-        """Every open request, for good: neither they nor the workers are here afterwards."""
+        """Remove and return every open request, and forget the workers."""
         requests = self._queue.take_all()
         for worker in self.workers.values():
             self._totals.update(asdict(worker.scheduler.totals))
@@ -189,13 +189,13 @@ class Router:
         return requests
 
     def forgive(self, seconds: float, now: float) -> None:
-        """So much time has passed in which we did not run: nobody's patience is spent, and no worker is slower."""
+        """Exclude a time in which we did not run from timeouts and from the pace of workers."""
         self._queue.forgive(seconds, now)
         for worker in self.workers.values():
             worker.pace.forgive()
 
     def expire(self, now: float) -> list[Delta]:
-        """End what could not begin in time, and what has begun and found nobody in time who could go on with it."""
+        """End requests that could not start in time, and begun ones that found no worker to continue them in time."""
         return [delta for queued in self._queue.entries() for delta in self._expire(queued, now)]
 
     def _expire(self, queued: QueuedRequest, now: float) -> list[Delta]:
@@ -230,17 +230,17 @@ class Router:
 
     @property
     def anybody_waits(self) -> bool:
-        """For a place: in the queue, or on a worker that is to leave."""
+        """Whether any request waits to be placed: in the queue, or on a worker that is to leave."""
         return len(self._queue) > 0 or any(worker.leaving and worker.requests for worker in self.workers.values())
 
     @property
     def crowded(self) -> bool:
-        """Whether somebody waits because no worker has room, and not only for the next step to be planned."""
+        """Whether requests wait because no worker has room, not only until the next step is planned."""
         ready = self._ready()
         return bool(ready) and all(worker.short for worker in ready)
 
     def must_wait(self, ahead: Ahead) -> bool:
-        """Whether a new request behind those begins only when others have ended."""
+        """Whether a new request behind these can start only when others have ended."""
         ready = self._ready()
         rows = sum(self._max_rows(worker) - worker.scheduler.num_rows for worker in ready)
         places = min(rows, sum(worker.num_ended for worker in ready)) if self.crowded else rows
@@ -253,9 +253,9 @@ class Router:
         return min(worker.hello.max_rows, self._config.max_rows)
 
     def dispatch(self, rooms: dict[int, Room], now: float) -> list[Delta]:
-        """Give waiting requests, in order, to workers that can begin them in the step that is planned next. `rooms`, by
-        epoch, are what those have left; what is taken goes off them. First goes on what a worker holds that is to
-        leave, if it can; otherwise it stays there."""
+        """Give waiting requests, in order, to workers that can start them in the step planned next. `rooms`, by epoch,
+        is what these have left, and is reduced by what is placed. Requests of workers that are to leave are moved
+        first; those that cannot be stay where they are."""
         deltas: list[Delta] = []
         for epoch, room in rooms.items():
             self.workers[epoch].short, self.workers[epoch].num_ended = room.full, 0
@@ -276,7 +276,7 @@ class Router:
     def _guarded(self, request: Request, place: Callable[[], list[Delta]], now: float) -> list[Delta]:
         try:
             return place()
-        except Exception:  # about this request; the others go on
+        except Exception:  # concerns this request only
             log.exception("request %r cannot be placed", request.request_id)
             return self._drop(request, now)
 
@@ -288,7 +288,7 @@ class Router:
                 causes[worker.epoch] = Cause.QUEUED_ROWS
         able = [worker for worker in takers if causes[worker.epoch] is None]
         if not able:
-            for epoch, cause in causes.items():  # whoever is behind does not overtake it there
+            for epoch, cause in causes.items():  # requests behind it must not overtake it there
                 if rooms.pop(epoch, None) is not None:
                     self.workers[epoch].short = True
                 request.note_blocked(cause or Cause.QUEUED_BEHIND, now)
@@ -307,8 +307,8 @@ class Router:
         return self._place(request, able, rooms, now)
 
     def _is_spared(self, worker: Worker, request: Request, room: Room, now: float) -> bool:
-        """Whether the last row is for whoever else comes next, who need not wait until one ends: of a tenant that has
-        nothing here yet, where several ask."""
+        """Whether to keep the worker's last row free for another tenant, so that its next request need not wait for one
+        to end. It is kept if several tenants were active lately and this request's tenant has a request here."""
         tenant = self._fairness.tenant(request)
         few = self._max_rows(worker) < LEAST_ROWS_TO_SPARE
         if room.rows > 1 or few or request.resumes or self._fairness.is_alone(tenant, now):
@@ -330,7 +330,7 @@ class Router:
         return self.note_endings(worker, worker.scheduler.add(request, now))
 
     def _drop(self, request: Request, now: float) -> list[Delta]:
-        """End a request that broke something, wherever it is by now."""
+        """End a request that raised, wherever it is now."""
         if self.is_waiting(request.request_id):
             self._queue.remove(request.request_id)
         for worker in self.workers.values():
@@ -355,20 +355,20 @@ class Router:
 
     @property
     def kv_usage(self) -> float:
-        """Part of all blocks that is in use; of a worker with several groups, of the fullest."""
+        """Fraction of all blocks in use; a worker with several groups counts by its fullest."""
         total = sum(worker.hello.num_blocks for worker in self.workers.values())
         used = sum(worker.hello.num_blocks * worker.scheduler.kv_usage for worker in self.workers.values())
         return used / total if total else 0.0
 
     def totals(self) -> Counter[str]:
-        """What all workers have done since the start, those included that are gone."""
+        """Totals of all workers since the start, including those that are gone."""
         totals = Counter(self._totals)
         for worker in self.workers.values():
             totals.update(asdict(worker.scheduler.totals))
         return totals
 
     def check_fits(self, request: Request) -> None:
-        """Raises PagodaError when workers are here and none is large enough."""
+        """Raises PagodaError if there are workers and none is large enough."""
         if not self.workers or any(worker.scheduler.fits(request) for worker in self.workers.values()):
             return
         num_tokens = request.num_prompt_tokens + request.max_output_tokens
@@ -379,12 +379,13 @@ class Router:
         return [worker for worker in self.workers.values() if worker.next_at <= now]
 
     def next_after(self, now: float) -> float:
-        """When a step is to be planned next if nothing happens; what is due by `now` is not meant."""
+        """When the next step after `now` is to be planned if nothing happens; ignores steps due by `now`."""
         return min((at for worker in self.workers.values() if (at := worker.next_at) > now), default=math.inf)
 
 
 def _blamed(worker: Worker, left: WorkerLeft, had_rows: set[str]) -> set[str]:
-    """Who may have ended a life: what a step computed; what has rows; all there are, if it came to no step."""
+    """Requests that may have ended a life: those in the failed step, else those with rows, or all if its scheduler
+    raised."""
     if not left.cause.blames:
         return set()
     if left.cause is LeaveCause.UNPLANNED:

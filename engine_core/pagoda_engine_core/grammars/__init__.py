@@ -1,1 +1,1 @@
-"""Whether a client's grammar can be compiled, found out by a process that may take no more than so much for it."""
+"""Whether a client's grammar compiles, tested in a process with limited time and memory."""

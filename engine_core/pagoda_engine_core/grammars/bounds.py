@@ -1,7 +1,8 @@
-"""Bounds of numbers that the compiler makes a grammar of, and that this grammar does not keep: they are refused.
+"""Finds bounds of numbers in a schema that the compiler accepts but does not enforce; they are refused.
 
-Where a whole number, itself excluded, is less than one away from the other bound, it passes; whole numbers beyond 64
-bits become the last one within. What holds from above holds from below with all signs turned, so only that is written.
+An excluded bound that is a whole number less than one away from the other bound is let through; whole numbers beyond 64
+bits become the last one within. Upper and lower bounds behave alike with all signs reversed, so the code is written
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 
 
 class Side(NamedTuple):
-    """From where: a bound's keyword, that of the excluded one, those from the other side, and the sign of all."""
+    """One side of a range: keywords of its bound, of its excluded bound and of the other side's bounds; and a sign."""
 
     included: str
     excluded: str
@@ -37,7 +38,7 @@ SIDES = (
 
 
 class Bounds(NamedTuple):
-    """The strictest that parts which hold together say: the highest from a side, the lowest from the other."""
+    """The strictest bounds of parts that apply together: the highest on this side, the lowest on the other."""
 
     included: float
     excluded: float
@@ -57,13 +58,13 @@ class Bounds(NamedTuple):
         return cls(max(included), max(excluded), min(other))
 
     def near(self) -> bool:
-        """Whether the excluded bound, if it is the one that counts, leaves less than one to the other side."""
+        """Whether the excluded bound is the effective one, whole, and less than one away from the other side."""
         bound = self.excluded
         return self.included <= bound < self.other < bound + 1 and bound % 1 == 0
 
 
 def leaks(schema: Any) -> Iterator[str]:
-    """Each such bound, behind its JSON pointer."""
+    """Each such bound, as its JSON pointer and the reason."""
     groups = _groups(schema)
     for side in SIDES:
         of_groups = [Bounds.together(Bounds.of(side, part) for part in group) for group in groups]
@@ -81,7 +82,7 @@ def leaks(schema: Any) -> Iterator[str]:
 
 
 def _groups(schema: Any) -> list[list[dict[str, Any]]]:
-    """The parts that hold together: by allOf, anyOf, oneOf or a reference, directly."""
+    """The parts that apply together, directly by allOf, anyOf, oneOf or a reference."""
     found = []
     for _, whole, value in _parts(schema, JOINS):
         named = value if isinstance(value, list) else [_referred(schema, value)]
@@ -90,7 +91,7 @@ def _groups(schema: Any) -> list[list[dict[str, Any]]]:
 
 
 def _parts(schema: Any, keywords: set[str] | frozenset[str]) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """Where one of these stands: its JSON pointer, what it is a keyword of, and its value."""
+    """Each occurrence of these keywords: its JSON pointer, the schema that has it, and its value."""
     for pointer in places(schema, keywords):
         above, _, keyword = pointer.rpartition("/")
         part = _at(schema, above)
@@ -101,7 +102,7 @@ def _referred(schema: Any, name: Any) -> Any:
     try:
         return _at(schema, name[1:]) if isinstance(name, str) and name.startswith("#/") else None
     except (LookupError, ValueError, TypeError):
-        return None  # of another document, or of none
+        return None  # in another document, or missing
 
 
 def _at(schema: Any, pointer: str) -> Any:

@@ -1,6 +1,6 @@
-"""Grammars are checked one after the other, by a process that is kept: what one of them takes down is a fork of it.
+"""A long-lived process checks grammars one at a time, each in a fork, so a hostile grammar takes down only the fork.
 
-Nothing of a grammar reaches a command line: the process is always the same, and reads grammars from a socket.
+No part of a grammar reaches a command line: the command is always the same and reads grammars from a socket.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ COMMAND = (sys.executable, "-P", "-m", "pagoda_engine_core.grammars.program")
 
 class Checker(Protocol):
     def check(self, grammar: str, tenant: str, told: Told) -> None:
-        """Have `told` called, by any thread. Raises PagodaError when it cannot take another one of this tenant."""
+        """Have `told` called, by any thread. Raises PagodaError if it cannot take another grammar of this tenant."""
 
     def close(self) -> None:
-        """Nobody is told anything any more."""
+        """From now on, call no `told`."""
 
 
 class GrammarChecker:
-    """`check` is for one thread; `told` is called by another one, or by this one for what must make room. The process
-    is started with the first grammar."""
+    """`check` is for one thread. `told` is called by another thread, or by that one for a grammar that must make room.
+    The first grammar starts the process."""
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
         self._command = command
@@ -48,7 +48,7 @@ class GrammarChecker:
         self._closed = False
 
     def check(self, grammar: str, tenant: str, told: Told) -> None:
-        """See `Checker`; raises PagodaError OVERLOADED when too many wait already, and no tenant has more of them."""
+        """See `Checker`. Raises PagodaError OVERLOADED if too many wait already and no tenant has more of them."""
         if (gone := self._turns.put(tenant, grammar, told)) is not None:
             whose, unread, its = gone
             its(unread, Verdict(self._turns.overloaded(), final=False, tenant=whose))
@@ -71,7 +71,7 @@ class GrammarChecker:
             grammar, told = item
             try:
                 verdict = self._judge(grammar)
-            except Exception:  # those that wait behind it are judged by another process
+            except Exception:  # another process checks those that wait
                 log.exception("a grammar cannot be judged")
                 self._end_process()
                 message = "checking this grammar failed; try again, or send another one"
@@ -99,7 +99,7 @@ class GrammarChecker:
         return Verdict(_refused(problem) if problem else None, final=True)
 
     def _ask(self, text: bytes) -> bytes:
-        """Of the process that is there; if that is lost, whoever ended it, of another one."""
+        """Ask the current process or, if it is lost for whatever reason, a new one."""
         if self._process is not None:
             with contextlib.suppress(OSError):
                 return self._process.ask(text)
@@ -111,7 +111,7 @@ class GrammarChecker:
 
 
 class _Process:
-    """One life of the process. Raises OSError when it cannot be talked to."""
+    """One instance of the process. Raises OSError if communication with it fails."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
@@ -131,11 +131,11 @@ class _Process:
         try:
             return self._receive(GRAMMAR_SILENT_S)
         except TimeoutError:
-            self.kill()  # it was in no state to take the signal that ends a check
+            self.kill()  # the signal that ends a check did not end it
             return ENDED + str(int(-signal.SIGALRM)).encode()
 
     def kill(self) -> None:
-        """With its fork, whatever state that is in."""
+        """Kill the process and its fork, whatever their state."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
 
@@ -160,7 +160,7 @@ class _Process:
 
 
 def _why(code: int) -> str:
-    """What a grammar did over which the process that compiled it ended so."""
+    """Why a grammar ended the process that compiled it, by that process's exit code."""
     if code == -signal.SIGPROF:
         return f"it takes more than {GRAMMAR_COMPUTE_S:g} s of processor time to compile"
     if code == -signal.SIGALRM:

@@ -1,5 +1,5 @@
-"""Where a schema cannot be held to: llguidance names keywords that it does not know, and not where they stand; of a few
-numbers it does not say that its grammar lets others through."""
+"""Locates what a grammar cannot enforce: llguidance names unknown keywords without their place, and does not report
+that it leaves some bounds of numbers unenforced."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _UNKNOWN = re.compile(
     r'Unimplemented keys: \["([^"]+)"|^(oneOf) constraints are not supported|^Unknown (format): '
     r"|^min/(maxProperties) only"
 )
-NOTHING_FITS = "NoExtensionBias"  # in its words
+NOTHING_FITS = "NoExtensionBias"  # llguidance's wording
 
 
 def located(problem: str, grammar: str) -> str:
-    """The problem, with the JSON pointer of the keyword that it is about before it, if it is about one."""
+    """The problem, preceded by the JSON pointer of the keyword that it is about, if any."""
     if problem.startswith(NOTHING_FITS):
         return f"the compiler finds nothing that fits it, or no way to begin ({NOTHING_FITS})"
     found = _UNKNOWN.search(problem)
@@ -30,7 +30,7 @@ def located(problem: str, grammar: str) -> str:
 
 
 def leaking(grammar: str) -> str:
-    """Which bound of a schema its grammar does not keep, though it is made: see `bounds`."""
+    """The first bound of a schema that its grammar does not enforce, though it compiles; see `bounds`."""
     return next((problem for schema in _schemas(grammar) for problem in leaks(schema)), "")
 
 

@@ -1,8 +1,8 @@
-"""The process that compiles clients' grammars: frames in, a frame of what is wrong with each out, "" if nothing is.
+"""The process that compiles clients' grammars: for each frame in, one frame out with its problem, "" if there is none.
 
-They are compiled in a fork of it. A hostile grammar may take that down and nothing else: the kernel ends it when a
-check takes too long, and refuses it memory beyond its limit. The next fork costs milliseconds, where another process
-would load the compiler anew. All end with whoever holds the other end of the socket.
+It compiles them in a fork of itself, which is all that a hostile grammar can take down: the kernel ends the fork when a
+check takes too long, and refuses it memory beyond its limit. The next fork takes milliseconds, where a new process
+would have to load the compiler. All end with the process at the other end of the socket.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MAX_TOLD_CHARS = 400
 LENGTH = struct.Struct("<I")
 READY = b"ready"
 JUDGED, ENDED = b"judged ", b"ended "
-"""What an answer begins with: behind it is the problem, or with what exit code (of signals, negative) a check ended."""
-NO_TOKENIZER = "no tokenizer"  # what it says of special tokens here; all else are keywords that it may pass over
-ELIDED = "<non-verbose/>"  # what stands for what was written, without verbose_errors
+"""Prefixes of answers: the problem follows, or the exit code with which a check ended (negative: a signal)."""
+NO_TOKENIZER = "no tokenizer"  # its warning about special tokens; all others are about keywords it may ignore
+ELIDED = "<non-verbose/>"  # replaces the grammar's text, without verbose_errors
 
 
 def frame(text: bytes) -> bytes:
@@ -34,8 +34,8 @@ def frame(text: bytes) -> bytes:
 
 
 def problem_of(grammar: str) -> str:
-    """What keeps the grammar from being compiled and from a first mask. Of the model's special tokens nothing is known
-    here, so those that it names are left to the workers."""
+    """What keeps the grammar from compiling and yielding a first mask. The model's special tokens are unknown here, so
+    a grammar that names some is left to the workers."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     limits = LLParserLimits(**LIMITS)
@@ -53,21 +53,21 @@ def problem_of(grammar: str) -> str:
 def main(asked: BinaryIO, answers: BinaryIO) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    problem_of("start: /a/")  # all that is loaded late
+    problem_of("start: /a/")  # loads everything that is loaded lazily
     answers.write(frame(READY))
     answers.flush()
-    checking = mmap.mmap(-1, 1)  # shared: 1 while somebody waits for an answer
+    checking = mmap.mmap(-1, 1)  # shared: 1 during a check
     while True:
         code = _in_a_fork(asked, answers, checking)
         if code == -signal.SIGKILL or not checking[0]:
-            return  # no check has done that: whoever waits for one sees that we are gone
+            return  # no check caused this; whoever waits for an answer sees that we are gone
         checking[0] = 0
         answers.write(frame(ENDED + str(code).encode()))
         answers.flush()
 
 
 def _in_a_fork(asked: BinaryIO, answers: BinaryIO, checking: mmap.mmap) -> int:
-    """Serve until there is nobody to serve, or a check ends it: its exit code."""
+    """Serve in a fork until the peer is gone or a check ends the fork. Returns its exit code."""
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     code = 1
@@ -82,7 +82,7 @@ def _serve(asked: BinaryIO, answers: BinaryIO, checking: mmap.mmap) -> None:
     while length := asked.read(LENGTH.size):
         grammar = asked.read(LENGTH.unpack(length)[0]).decode()
         checking[0] = 1
-        # Unhandled, the timers' signals end the process, whatever it does.
+        # The timers' signals have no handlers, so they end the process whatever it is doing.
         signal.setitimer(signal.ITIMER_REAL, GRAMMAR_CHECK_S)
         signal.setitimer(signal.ITIMER_PROF, GRAMMAR_COMPUTE_S)
         problem = located(problem_of(grammar), grammar) or leaking(grammar)

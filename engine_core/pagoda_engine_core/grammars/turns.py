@@ -1,6 +1,6 @@
-"""Whose grammar is checked next: tenants that have some waiting take turns, and who has most waiting makes room.
+"""Which grammar is checked next: tenants with waiting grammars take turns, and the one with most of them makes room.
 
-So whatever one tenant asks, of another's grammars the first waits for one check of each, and finds a place.
+So whatever one tenant sends, another's first grammar finds a place and waits for at most one check of each tenant.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Told = Callable[[str, Verdict], object]
 
 
 class Turns:
-    """Grammars that wait, at most `most`, each with who is to be told; for any thread."""
+    """Waiting grammars, at most `most`, each with its `Told` callback. For any thread."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._lines: OrderedDict[str, dict[str, Told]] = OrderedDict()  # by tenant, in order of turns; none is empty
+        self._lines: OrderedDict[str, dict[str, Told]] = OrderedDict()  # by tenant, in order of turns; never empty
         self._changed = threading.Condition()
         self._closed = False
 
     def put(self, tenant: str, grammar: str, told: Told) -> tuple[str, str, Told] | None:
-        """Have it wait; what must go for that is handed out, with its tenant before it. Raises PagodaError OVERLOADED
-        where nothing must."""
+        """Queue a grammar. Returns the entry that had to make room for it, preceded by its tenant. Raises PagodaError
+        OVERLOADED if none has to."""
         with self._changed:
             line = self._lines.get(tenant, {})
             if grammar in line:
@@ -44,7 +44,7 @@ class Turns:
             return None if gone is None or self._waits(gone[1]) else gone
 
     def take(self) -> tuple[str, Told] | None:
-        """The next one, once there is one; None when closed. It waits in no tenant's line any more."""
+        """Wait for the next grammar and remove it from all tenants' queues; None when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._closed)
             if self._closed:

@@ -1,7 +1,7 @@
-"""What was found of grammars, for when they are asked for again: for good, or for a while.
+"""Remembers verdicts on grammars for when they come again, for good or for a while.
 
-One that took its process down costs more than any other, so it is refused unread for a while, which doubles each time
-that it does so again: a busy machine may have been at fault, and is not for ever.
+A grammar that took its process down costs more than any other, so it is refused unchecked for a while, which doubles
+each time it does so again. Not for good, because a busy machine may have been the cause.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MAX_DEAR = 1024
 
 
 class Verdict(NamedTuple):
-    """`error` says why a grammar is refused, None if it is not. `final`: asking again would bring the same. `dear`: it
-    took the process down. `tenant`: it says something of that one's place in the line alone; None: of the grammar."""
+    """`error` says why a grammar is refused, None if it is not. `final`: checking again would give the same. `dear`: it
+    took the process down. `tenant`: the verdict only concerns this tenant's place in the queue; None: the grammar."""
 
     error: PagodaError | None
     final: bool
@@ -34,7 +34,7 @@ class _Dear(NamedTuple):
 
 
 class Verdicts:
-    """Of each kind so many as were asked for last."""
+    """The verdicts used last, a limited number of each kind."""
 
     def __init__(self) -> None:
         self._final: OrderedDict[bytes, Verdict] = OrderedDict()

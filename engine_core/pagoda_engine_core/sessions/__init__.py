@@ -1,1 +1,1 @@
-"""The gRPC side: gateways' sessions, what is on its way to them, and what an operator asks."""
+"""The gRPC side: sessions of gateways, output on its way to them, and operators' queries."""

@@ -1,4 +1,4 @@
-"""The `Admin` service: each call is one question to the engine core's thread, answered between two passes."""
+"""The `Admin` service: each call is one query to the engine core's loop thread, answered between two passes."""
 
 from __future__ import annotations
 

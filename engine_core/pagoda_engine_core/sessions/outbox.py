@@ -1,6 +1,6 @@
-"""What waits for a slow reader grows with the number of choices, not with the number of steps: deltas merge.
+"""Output that waits for a slow reader grows with the number of choices, not of steps, because deltas merge.
 
-What is too much for a frame leaves in parts, and whole before anything newer: however fast more comes, everything goes.
+Deltas too large for one frame are sent in parts, all of them before any newer deltas, so that fast output starves none.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import Delta, Load, NextTokens, Stream
 
 MAX_WAITING_NUMBERS = 4_000_000
-"""Token ids and log-probabilities that may wait; a reader that far behind has lost its session."""
+"""Most token ids and log-probabilities that may wait; a reader further behind loses its session."""
 FRAME_NUMBERS = 50_000
-"""Of the deltas in a frame, unless the first has more. Writing these takes some ten milliseconds, and tokens wait."""
+"""Most numbers in a frame's deltas, unless the first has more. Writing them takes some 10 ms, while tokens wait."""
 MAX_WAITING_COLUMN = 65_536
-"""So many tokens wait as they came; where more do, those of a choice are worth merging."""
+"""Most tokens that wait unmerged; if there are more, each choice's are merged into a delta."""
 
 
 class Outbox:
-    """What one session has not been sent yet, in the order that makes sense to it. It owns the deltas it is given."""
+    """Output that one session has not been sent yet, in a consistent order. It owns the deltas it is given."""
 
     def __init__(self, max_waiting_column: int = MAX_WAITING_COLUMN, frame_numbers: int = FRAME_NUMBERS) -> None:
         self._max_waiting_column = max_waiting_column
         self._frame_numbers = frame_numbers
         self._answers: list[pb.ServerFrame] = []
         self._tokens = NextTokens()
-        self._leaving = WaitingDeltas()  # behind the tokens, in parts
-        self._last: list[pb.ServerFrame] = []  # when those have left
-        self._deltas = WaitingDeltas()  # that came since
+        self._leaving = WaitingDeltas()  # sent after the tokens, in parts
+        self._last: list[pb.ServerFrame] = []  # sent after those
+        self._deltas = WaitingDeltas()  # newer ones
         self._migrations: list[pb.ServerFrame] = []
         self._load: Load | None = None
 
@@ -59,7 +59,7 @@ class Outbox:
         self._migrations.append(pb.ServerFrame(migrate=pb.Migrate(request_id=request_id, attempt=attempt)))
 
     def load(self, load: Load) -> None:
-        """Only the newest is worth sending."""
+        """Set the load to send; it replaces one not sent yet."""
         self._load = load
 
     def next_tokens(self, tokens: NextTokens) -> None:
@@ -78,18 +78,18 @@ class Outbox:
             self._deltas.add(delta)
 
     def take_deltas(self) -> list[Delta]:
-        """Everything new of requests, as deltas; it no longer waits."""
+        """Remove and return all waiting output of requests, as deltas."""
         self._merge()
         return self._leaving.take() + self._deltas.take()
 
     def _merge(self) -> None:
-        """From tokens to deltas."""
+        """Turn waiting tokens into deltas."""
         tokens, self._tokens = self._tokens, NextTokens()
         self.deltas(tokens.deltas() + self._deltas.take())
 
     def take(self) -> list[pb.ServerFrame]:
-        """What is to be sent next, as frames; none when nothing waits. Tokens that come while one frame is written do
-        not wait for all the others."""
+        """Remove and return the frames to send next; none if nothing waits. Tokens that arrive while a frame is written
+        do not wait for all other frames."""
         frames, self._answers = self._answers, []
         if not self._leaving:
             self._leaving, self._deltas = self._deltas, self._leaving
@@ -102,7 +102,7 @@ class Outbox:
         return frames
 
     def _take_rest(self) -> list[pb.ServerFrame]:
-        """What is said behind the outputs before it."""
+        """Frames to send after the outputs that precede them."""
         frames, self._migrations = self._migrations, []
         if self._load is not None:
             frames.append(pb.ServerFrame(load=convert.load_to_pb(self._load)))
@@ -110,7 +110,7 @@ class Outbox:
         return frames
 
     def _next_outputs(self) -> pb.ServerFrame | None:
-        """Tokens as they came, and of the deltas as many as there is room for."""
+        """A frame of all waiting tokens and as many of the deltas as fit."""
         tokens, self._tokens = self._tokens, NextTokens()
         deltas = self._leaving.take(self._frame_numbers)
         if not (tokens or deltas):

@@ -1,4 +1,4 @@
-"""Between the loop thread and a stream there is a mailbox: filled once per step, emptied as fast as the peer reads."""
+"""A mailbox connects the loop thread to a stream: filled once per step, emptied as fast as the peer reads."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ CODE_TRAILER, RETRY_TRAILER = "pagoda-code", "pagoda-retry-after-ms"
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PagodaError) -> NoReturn:
-    """End a call with the error's status, and when to try again, if that is known; the only place where a code becomes
-    one."""
+    """End a call with the error's status and, if known, when to retry. The only place where codes become statuses."""
     trailers = {CODE_TRAILER: error.code.value}
     if error.retry_after_s > 0:
         trailers[RETRY_TRAILER] = str(math.ceil(1000 * error.retry_after_s))
@@ -50,10 +49,10 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PagodaE
 
 
 class Mailbox:
-    """The engine's Sink of one stream. The sink's methods run in the loop thread, everything else in asyncio's.
+    """The engine's Sink for one stream. The Sink's methods run in the loop thread, all others in asyncio's.
 
-    `on_overfull` is called when the reader has fallen too far behind; nothing is kept for it from then on. The stream
-    is in the version `protocol`.
+    `on_overfull` is called when the reader has fallen too far behind; from then on nothing is kept for it. The stream
+    uses protocol version `protocol`.
     """
 
     def __init__(self, protocol: int = SESSION_SPOKEN.newest) -> None:
@@ -97,12 +96,12 @@ class Mailbox:
         self._changed.set()
 
     def close(self) -> None:
-        """Nothing more comes: whoever waits is to take what is left and end."""
+        """Nothing more comes: the waiting writer takes what is left and ends."""
         self._closed = True
         self._changed.set()
 
     async def wait(self) -> bool:
-        """Until there may be something to take; False when that is the last of it."""
+        """Wait until there may be something to take; False if nothing comes after that."""
         await self._changed.wait()
         self._changed.clear()
         return not self._closed
@@ -114,11 +113,11 @@ class Mailbox:
         self._called = True
         try:
             self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the event loop is closed, and every stream with it
+        except RuntimeError:  # the event loop and all streams are closed
             self._posted.clear()
 
     def _deliver(self) -> None:
-        self._called = False  # first, so that whatever is posted from here on calls again
+        self._called = False  # first, so that later posts schedule another call
         while self._posted:
             change = self._posted.popleft()
             if not self.overfull:
@@ -131,8 +130,8 @@ class Mailbox:
 
 
 class LoadBoard:
-    """Tells every session, and `watcher`, the engine core's load: when it changes, not too often, and at least every
-    second."""
+    """Sends the engine core's load to every session and to `watcher`: when it changes, rate-limited, and at least once
+    per LOAD_KEEPALIVE_S."""
 
     def __init__(self, engine: EngineCore, watcher: Callable[[Load], None] = lambda load: None) -> None:
         self._engine = engine
@@ -154,7 +153,7 @@ class LoadBoard:
         return tuple(self._mailboxes)
 
     def changed(self) -> None:
-        """Called by the engine's loop thread."""
+        """The load has changed. Called by the engine's loop thread."""
         if self._called:
             return
         self._called = True
@@ -179,7 +178,7 @@ class LoadBoard:
 
 
 class EngineService(pb_grpc.EngineServicer):
-    """The `Engine` service: sessions of gateways, in a version of those `spoken`, and single calls of anybody."""
+    """The `Engine` service: sessions of gateways, in one of the versions `spoken`, and single calls of any client."""
 
     def __init__(self, engine: EngineCore, board: LoadBoard, spoken: Versions = SESSION_SPOKEN) -> None:
         self._engine = engine
@@ -261,7 +260,7 @@ class EngineService(pb_grpc.EngineServicer):
 
 
 async def _protocol(context: grpc.aio.ServicerContext[Any, Any], spoken: Versions) -> int:
-    """The newest version that both speak. Ends the call of a gateway that speaks none of ours."""
+    """The newest version that both sides speak. Aborts the call if there is none."""
     said = dict(context.invocation_metadata() or ())
     newest = str(said.get(SESSION_PROTOCOL_KEY, spoken.newest))
     oldest = str(said.get(OLDEST_SESSION_PROTOCOL_KEY, newest))
@@ -281,7 +280,7 @@ def _is_version(text: str) -> bool:
 
 
 def _session_error(mailbox: Mailbox, reader: asyncio.Task[None]) -> PagodaError | None:
-    """Why a session could not go on, if that is why it has ended."""
+    """The error that ended a session, if one did."""
     if mailbox.overfull:
         return PagodaError(ErrorCode.OVERLOADED, "this session was not read for too long")
     error = None if reader.cancelled() else reader.exception()
@@ -292,7 +291,7 @@ def _session_error(mailbox: Mailbox, reader: asyncio.Task[None]) -> PagodaError 
 
 
 def record_from(message: pb.RequestRecord) -> RequestRecord:
-    """Raises InvalidParams; also when the record names no parameters that a struct could hold."""
+    """Raises InvalidParams, or PagodaError INVALID_ARGUMENT if a struct cannot hold the record's values."""
     try:
         return convert.record_from_pb(message)
     except (ValueError, msgspec.ValidationError) as error:
@@ -300,7 +299,7 @@ def record_from(message: pb.RequestRecord) -> RequestRecord:
 
 
 def complete(record: RequestRecord) -> RequestRecord:
-    """Fill in what a plain gRPC client may leave out: the request id, and the seed in force."""
+    """Fill in what a plain gRPC client may omit: the request id and the seed in force."""
     task = record.task
     seed = task.params.seed if task.params.seed is not None else task.seed or secrets.randbits(64)
     request_id = record.request_id or secrets.token_hex(16)

@@ -1,1 +1,1 @@
-"""Workers as this process sees them: who registered, who is alive, what was sent to them."""
+"""Workers as this process sees them: registration, liveness, sockets, steps in flight."""

@@ -1,6 +1,7 @@
-"""Who may connect: this user on this machine (a file in a private directory, a loopback port), or holders of keys.
+"""Listening addresses admit only this user on this machine (a socket in a private directory, a loopback port) or peers
+with keys.
 
-Every other address is refused when the process starts.
+Any other address is refused when the process starts.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from pagoda_proto.addresses import check_host_port, check_socket_path
 
 
 def prepare(address: str, *, file_scheme: str, tcp_scheme: str, keyed: bool = False) -> Path | None:
-    """Check a listening address and clear its way; the socket's path if it is a file.
+    """Check a listening address and prepare it. Returns the socket's path if it is a file.
 
-    `file_scheme` and `tcp_scheme` are what the two kinds of address begin with, such as "ipc://" and "tcp://". With
-    `keyed`, connections over TCP are encrypted and authenticated, so that they may come from anywhere.
+    `file_scheme` and `tcp_scheme` are the prefixes of the two kinds of address, such as "ipc://" and "tcp://". With
+    `keyed`, connections over TCP are encrypted and authenticated, so they may come from anywhere.
 
     Raises:
         ValueError: the address is not local, or open to other users.
@@ -35,7 +36,7 @@ def prepare(address: str, *, file_scheme: str, tcp_scheme: str, keyed: bool = Fa
 
 
 def claim_socket_path(path: Path) -> None:
-    """Make the directory private and remove what a killed predecessor left at `path`."""
+    """Create the directory as private, and remove the socket that a killed predecessor left at `path`."""
     if not path.is_absolute():
         raise ValueError(f"socket path {str(path)!r} must be absolute")
     check_socket_path(str(path), str(path))

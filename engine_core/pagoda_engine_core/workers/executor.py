@@ -1,7 +1,7 @@
-"""Whoever computes, the engine core sees the same thing: lives that begin, answer plans in order, and end.
+"""The interface to workers of any kind: the engine core sees lives that begin, answer plans in order, and end.
 
-A *life* of a worker is one registration and is named by its `epoch`, which is never used twice. Everything an executor
-says is about a life, so a result of an earlier life of the same worker can never be mistaken for one of the present.
+A *life* of a worker is one registration, identified by its `epoch`, which is never reused. Every event of an executor
+is about a life, so a result of a worker's earlier life can never be mistaken for one of its current life.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagoda_proto.steps import Drain, Hello, ResetWorker, StepPlan, StepResult
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED_LIVES = 32
-"""How many ended lives `workers()` goes on listing."""
+"""How many ended lives `workers()` still lists."""
 
 
 class WorkerState(StrEnum):
@@ -36,22 +36,22 @@ class WorkerState(StrEnum):
 
 
 class LeaveCause(StrEnum):
-    """Why a life ended. Each means one thing, so that each says whether what was running may have done it."""
+    """Why a life ended. Each cause means one thing, and so decides whether running requests may have caused it."""
 
     DIED = "died"  # its process ended
-    SILENT = "silent"  # nothing was heard of it for too long
-    HUNG = "hung"  # it was heard, but its step did not end
+    SILENT = "silent"  # nothing was heard from it for too long
+    HUNG = "hung"  # it was heard from, but its step did not end
     STEP_FAILED = "step failed"  # its step raised
-    UNREACHABLE = "unreachable"  # it does not take what it is sent
-    MISANSWERED = "misanswered"  # it answered what it was not asked
-    RESET = "reset"  # we have lost track of what it holds
+    UNREACHABLE = "unreachable"  # messages to it cannot be sent
+    MISANSWERED = "misanswered"  # it answered another step than the one due
+    RESET = "reset"  # we have lost track of its state
     UNPLANNED = "unplanned"  # its scheduler raised
     RENEWED = "renewed"  # its process registered again
     LEFT = "left"  # it was asked to leave, or said goodbye
 
     @property
     def blames(self) -> bool:
-        """Whether requests that were running come under suspicion."""
+        """Whether running requests come under suspicion."""
         return self in _BLAMING
 
     @property
@@ -71,14 +71,14 @@ class WorkerJoined(NamedTuple):
 
 
 class WorkerChanged(NamedTuple):
-    """The worker lives on, but may now (or may no longer) be given new work."""
+    """The worker lives on, but its readiness for new work has changed."""
 
     epoch: int
     state: WorkerState
 
 
 class WorkerLeft(NamedTuple):
-    """The life is over: no event with this epoch follows, and whatever is sent to it goes nowhere. After STEP_FAILED
+    """The life is over: no event with this epoch follows, and messages sent to it are dropped. After STEP_FAILED,
     `step` is the one that failed."""
 
     epoch: int
@@ -88,7 +88,7 @@ class WorkerLeft(NamedTuple):
 
 
 class StepDone(NamedTuple):
-    """Results of a life come in the order of its plans, one each, without gaps."""
+    """The result of a step. A life's results come in the order of its plans, one for each, without gaps."""
 
     epoch: int
     result: StepResult
@@ -99,74 +99,74 @@ ToExecutor = StepPlan | Drain | ResetWorker
 
 
 class WorkerInfo(NamedTuple):
-    """A life, present or past, for people to look at."""
+    """A life, current or ended, for display."""
 
     epoch: int
     hello: Hello
     state: WorkerState
     steps_done: int
-    rss_bytes: int = 0  # resident memory as it said last; 0: unknown, or ours
+    rss_bytes: int = 0  # resident memory as last reported; 0: unknown, or this process
 
 
 class Executor(Protocol):
-    """Where steps are computed. Called by the engine loop's thread only, except `wake`."""
+    """Computes steps. Only the engine loop thread calls it, except for `wake`."""
 
     concurrent: bool
-    """Whether they are computed also while nobody is in `wait`: then a plan may come as late as its worker lets it."""
+    """Whether steps are computed outside `wait`, too. If so, plans may be sent as late as their worker allows."""
 
     def send(self, epoch: int, message: ToExecutor, deadline_s: float = math.inf) -> None:
-        """Pass a message on. Never blocks; a worker that cannot be reached ends its life by an event of `wait`, and so
-        does one that computes longer than `deadline_s` at a plan, where somebody else can see that.
+        """Send a message. Never blocks. If the worker cannot be reached, or (in an executor that can detect it) takes
+        longer than `deadline_s` for a plan, `wait` reports the end of its life.
 
-        After `ResetWorker` the life is over (`WorkerLeft`); the worker comes back in a new one.
+        `ResetWorker` ends the life (`WorkerLeft`); the worker comes back in a new one.
         """
 
     def hold(self, numerics_id: str) -> str:
-        """While no life goes on, only workers of these numerics may begin one; "" lets any. Until this is called after
-        a last life has ended, those are the numerics of that one. Returns those of a worker that was turned away
-        for that, "" for none."""
+        """While no worker is alive, admit only workers with these numerics, or any with "". After the last life has
+        ended, until this is called, only its numerics are admitted. Returns the numerics of a worker refused for that,
+        "" if none was."""
 
     def wait(self, timeout_s: float) -> list[ExecutorEvent]:
-        """What has happened; returns as soon as there is something, on `wake`, or after `timeout_s`."""
+        """Events since the last call. Returns once there are any, on `wake`, or after `timeout_s`."""
 
     def wake(self) -> None:
-        """Make a `wait` that is in progress (or the next one) return at once. May be called from any thread."""
+        """Make the current (or next) `wait` return at once. May be called from any thread."""
 
     def workers(self) -> Sequence[WorkerInfo]:
-        """Every life that goes on, and the ones that ended lately."""
+        """All current lives, and the latest ended ones."""
 
     def counters(self) -> Mapping[str, int]:
-        """Monotone numbers worth watching, by name."""
+        """Monotonic counters, by name."""
 
     def close(self) -> None:
-        """Let go of every resource. The lives end without an event."""
+        """Release all resources. The lives end without an event."""
 
 
 Launched = TypeVar("Launched")
 
 
 class Runner(Protocol[Launched]):
-    """What a worker wraps: executes plans in order and keeps the state of rows between them."""
+    """The core of a worker: executes plans in order and keeps the state of rows between them."""
 
     @property
     def depth(self) -> int:
-        """How many plans it is good to have launched at once: more than 1 where a launch does not wait for a device."""
+        """How many plans to have launched at once: more than 1 if a launch does not wait for the device."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Set a plan going."""
+        """Start executing a plan."""
 
     def collect(self, launched: Launched, /) -> StepResult:
-        """The result of a launched plan, waiting for it if need be; called in the order of the plans."""
+        """Wait for the result of a launched plan. Called in the order of the plans."""
 
     def reset(self) -> None:
-        """Forget all rows, and what was launched and not collected."""
+        """Forget all rows and all launched plans not collected."""
 
 
 class InprocExecutor(Generic[Launched]):
-    """One worker inside this process, driven by the thread that calls `wait`: one result per call, and before it is
-    waited for, as many plans are launched as the runner takes, so that a device always has its next step.
+    """One worker inside this process, driven by the thread that calls `wait`. Each call returns one result; before
+    waiting for it, it launches as many plans as the runner takes, so that a device always has its next step.
 
-    A runner that raises has failed a step as a worker would: its life ends, its rows are forgotten, a new life begins.
+    A runner that raises has failed a step like any worker: its life ends, its rows are forgotten, a new life begins.
     """
 
     concurrent = False
@@ -197,7 +197,7 @@ class InprocExecutor(Generic[Launched]):
                 self._epoch = -1
 
     def hold(self, numerics_id: str) -> str:
-        """Nobody is ever turned away: the one worker there is keeps its numerics."""
+        """No worker is ever refused: the only one keeps its numerics."""
         return ""
 
     def wait(self, timeout_s: float) -> list[ExecutorEvent]:
@@ -236,12 +236,12 @@ class InprocExecutor(Generic[Launched]):
                 self._launched.append((step, self._runner.launch(plan)))
             step, launched = self._launched.popleft()
             result = self._runner.collect(launched)
-        except Exception as error:  # the border of a worker: whatever it was, the engine core lives on
+        except Exception as error:  # the boundary of a worker: no error in it may end the engine core
             log.exception("the in-process runner failed in step %d", step)
             self._deaths += 1
             self._end_life(LeaveCause.STEP_FAILED, f"{type(error).__name__}: {error}", step)
             self._begin_life()
-        except BaseException:  # whoever drives us is interrupted, and nobody knows how far the step has come
+        except BaseException:  # our caller is interrupted, and the state of the step is unknown
             self._end_life(LeaveCause.LEFT, "interrupted")
             self._begin_life()
             raise

@@ -1,7 +1,7 @@
-"""Two questions, two clocks: a worker is alive while it is heard, and it advances while its oldest plan is young.
+"""Two timeouts: a worker is alive while it is heard from, and makes progress while its oldest plan is young.
 
-Only the caller's monotonic clock counts, never a peer's. When the engine core itself was held up, every age is too old
-by the time it slept, so all of them are set forward by that time before anybody is judged.
+Only the caller's monotonic clock counts, never a peer's. If the engine core itself was held up, every age includes that
+time, so it is subtracted from all of them before any worker is judged.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pagoda_engine_core.workers.executor import LeaveCause, WorkerState
 from pagoda_proto.times import StallGuard
 
 TICK_S = 0.25
-"""`tick` is due this often."""
+"""How often `tick` is due."""
 
 
 class Change(NamedTuple):
-    """Another state of a life, or with a `cause` its end."""
+    """A new state of a life or, with a `cause`, its end."""
 
     epoch: int
     state: WorkerState
@@ -32,12 +32,12 @@ class Change(NamedTuple):
 class _Life:
     heard_at: float
     draining: bool = False
-    dismissed: bool = False  # nothing is left to do there
+    dismissed: bool = False  # it was asked to leave now
     suspect: bool = False
-    owes_since: float | None = None  # since when its oldest unanswered plan (or drain) is the oldest
-    answered_at: float = -math.inf  # when a plan was last
-    deadlines_s: deque[float] = field(default_factory=deque)  # how long each of those plans may take
-    busy_s: float = 0.0  # how long its running step had run, as it said last
+    owes_since: float | None = None  # when its oldest unanswered plan (or drain) became the oldest
+    answered_at: float = -math.inf  # when it last answered a plan
+    deadlines_s: deque[float] = field(default_factory=deque)  # of its unanswered plans
+    busy_s: float = 0.0  # age of its running step, as last reported
 
     @property
     def state(self) -> WorkerState:
@@ -46,7 +46,7 @@ class _Life:
         return WorkerState.SUSPECT if self.suspect else WorkerState.READY
 
     def stuck_s(self, now: float) -> float:
-        """How long its step has not ended. What a beat says may be of the one whose result was faster."""
+        """How long its step has been running. A beat may describe a step whose result overtook the beat."""
         owes_s = 0.0 if self.owes_since is None else now - self.owes_since
         return max(owes_s, min(self.busy_s, now - self.answered_at))
 
@@ -74,14 +74,14 @@ class Liveness:
         life.busy_s = busy_s
 
     def owes(self, epoch: int, deadline_s: float, now: float) -> None:
-        """A plan was sent that may take so long. Only the oldest one ages, from when the one before it was answered."""
+        """Note a plan that was sent, with its deadline. Only the oldest plan ages, from when it became the oldest."""
         life = self._lives[epoch]
         life.deadlines_s.append(deadline_s)
         if life.owes_since is None:
             life.owes_since = now
 
     def answered(self, epoch: int, now: float) -> None:
-        """The oldest plan was answered."""
+        """Note that the oldest plan was answered."""
         life = self._lives[epoch]
         life.heard_at = life.answered_at = now
         life.busy_s = 0.0
@@ -89,20 +89,20 @@ class Liveness:
         life.owes_since = now if life.deadlines_s or life.dismissed else None
 
     def leaves(self, epoch: int) -> bool:
-        """The worker is to leave, as it says; whether that is news."""
+        """Note that the worker says it is to leave; whether that is new."""
         life = self._lives[epoch]
         is_news, life.draining = not life.draining, True
         return is_news
 
     def drain(self, epoch: int, now: float) -> None:
-        """The worker was asked to leave now, and owes us that."""
+        """Note that the worker was asked to leave now, which it owes us like a plan."""
         life = self._lives[epoch]
         life.draining = life.dismissed = True
         if life.owes_since is None:
             life.owes_since = now
 
     def tick(self, now: float) -> list[Change]:
-        """Judge every life. Call it after everything that has arrived was taken in, at least every `TICK_S`."""
+        """Judge every life. Call it after handling everything that has arrived, at least every `TICK_S`."""
         held_up_s = self._guard.tick(now)
         if held_up_s:
             self._forgive(held_up_s)

@@ -1,11 +1,11 @@
-"""One engine core serves one model with one numerics: what its first worker brought decides who may join later.
+"""One engine core serves one model with one numerics: its first worker decides which workers may join later.
 
 The model and its limits hold for the life of the engine core, because accepted requests were checked against them. The
-numerics hold while any worker is alive, and after that while a request that has begun waits for a worker like the one
-it began on; they are what makes a replay on another worker yield the same tokens.
+numerics hold while any worker is alive, and then while a request that has begun waits for a worker with the numerics it
+began with, so that a replay on another worker yields the same tokens.
 
-A process may register again and again. Only its newest registration counts, so that a Hello that was on its way for
-long, or is read late, ends no life that began after it was sent.
+A process may register repeatedly. Only its newest registration counts, so a delayed Hello cannot end a life that began
+after it was sent.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ _COUNTS = (
 
 
 class Registry:
-    """Judges registrations and grants epochs. `spoken` are the versions of the protocol that are known here."""
+    """Checks registrations and grants epochs. `spoken` are the protocol versions supported here."""
 
     def __init__(self, max_model_len: int = 0, spoken: Versions = SPOKEN) -> None:
         self._spoken = spoken
         self._asked_model_len = max_model_len
         self._granted = 0
-        self._newest: OrderedDict[str, tuple[int, bool]] = OrderedDict()  # registration, and whether it was admitted
+        self._newest: OrderedDict[str, tuple[int, bool]] = OrderedDict()  # registration, whether admitted
         self._refused_numerics = ""
-        self._numerics_id = ""  # with nobody alive: of those who may come
+        self._numerics_id = ""  # required while no worker is alive
         self.model_fingerprint = ""
         self.limits: ModelLimits | None = None
 
     def hold(self, numerics_id: str) -> str:
-        """While nobody is alive, admit workers of these numerics only; "" lets any in. Returns the numerics of one that
-        was refused for that."""
+        """While no worker is alive, admit only workers with these numerics, or any with "". Returns the numerics of a
+        worker refused for that."""
         if not numerics_id:
             self._refused_numerics = ""
         self._numerics_id = numerics_id
         return self._refused_numerics
 
     def is_stale(self, hello: Hello) -> bool:
-        """Whether this registration was admitted before, or its process has made a later one."""
+        """Whether this registration was admitted before, or its process has registered again since."""
         newest, admitted = self._newest.get(hello.incarnation, (0, False))
         return hello.registration < newest or (admitted and hello.registration == newest)
 
     def refusal(self, hello: Hello, alive: Iterable[Hello]) -> Refused | None:
-        """Why this worker may not join, or None. `alive` are the workers admitted at this moment, less the asker."""
+        """Why this worker may not join, or None. `alive` are the workers admitted now, except this one."""
         problem = self._other_protocol(hello) or _malformed(hello) or self._other_model(hello)
         if problem is not None:
             return Refused(reason=problem, final=True)
@@ -73,7 +73,7 @@ class Registry:
         return None
 
     def grant(self, hello: Hello) -> int:
-        """Admit the worker: its epoch, higher than every one before."""
+        """Admit the worker. Returns its epoch, higher than all before."""
         if self.limits is None:
             self.model_fingerprint = hello.model_fingerprint
             self.limits = ModelLimits(hello.vocab_size, self._asked_model_len or hello.max_model_len)
@@ -122,7 +122,7 @@ def _malformed(hello: Hello) -> str | None:
 
 
 def _bad_groups(hello: Hello) -> str | None:
-    """Several groups are limited together: the ids of their blocks are of one space."""
+    """Checks each group and the totals, because all groups share one range of block ids."""
     if len(hello.kv_groups) > MAX_KV_GROUPS:
         return f"kv_groups: at most {MAX_KV_GROUPS}, got {len(hello.kv_groups)}"
     for group in hello.kv_groups:

@@ -1,8 +1,8 @@
-"""One ROUTER socket that workers connect to: frames in, frames out, and who may connect at all.
+"""The ROUTER socket that workers connect to: frames in, frames out, and authentication.
 
-A routing id belongs to one connection of one registration of one process. Whoever registers again brings sockets and
-ids of its own, so an id need never change hands: not to a stranger who claims it, and not after a link that broke in
-one direction only, of which this end learns late.
+A routing id belongs to one connection of one registration of one process. A new registration brings new sockets and
+ids, so an id need never be handed over: not to a stranger who claims it, and not after a link broke in one direction
+only, which this end learns late.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from pagoda_proto.times import link_times_ms
 log = logging.getLogger(__name__)
 
 SOCKET_OPTIONS = {
-    zmq.ROUTER_MANDATORY: 1,  # sending to a peer that is gone fails instead of vanishing
+    zmq.ROUTER_MANDATORY: 1,  # sending to a missing peer fails instead of being dropped
     zmq.ROUTER_HANDOVER: 0,
     zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
     zmq.LINGER: 0,
     zmq.SNDHWM: 1000,
     zmq.RCVHWM: 1000,
-    zmq.HANDSHAKE_IVL: link_times_ms()[1],  # whoever that is who connects
+    zmq.HANDSHAKE_IVL: link_times_ms()[1],  # for every peer, known or not
 }
 REFUSED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-TOLD_EVERY_S = 60.0  # refused handshakes make a line this often at most
+TOLD_EVERY_S = 60.0  # refused handshakes are logged at most this often
 WORKER_KEYS = "worker*.public"
 LAST, MORE, READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
-"""As plain integers: arithmetic with zmq's own costs more than sending a plan."""
+"""As plain integers: arithmetic on zmq's enums costs more than sending a plan."""
 
 
 class _AllowedKeys:
-    """ZAP's question (RFC 27), asked by libzmq before a peer's first frame reaches us."""
+    """Answers the ZAP request (RFC 27) that libzmq makes before a peer's first frame reaches us."""
 
     def __init__(self, keys: CurveKeys) -> None:
         self._allowed = frozenset(keys.peers)
@@ -54,7 +54,7 @@ class _AllowedKeys:
 def admit_only(
     context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: CurveKeys
 ) -> ThreadAuthenticator:
-    """Let only holders of `keys.peers` connect to `socket`, encrypted; to be called before it is bound."""
+    """Let only holders of `keys.peers` connect to `socket`, encrypted. Call it before binding the socket."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(domain="*", credentials_provider=_AllowedKeys(keys))
@@ -64,11 +64,11 @@ def admit_only(
 
 
 class Refusals:
-    """Handshakes that were refused: how many, told in a line now and then. `now` is any monotonic clock."""
+    """Counts refused handshakes and logs them now and then. `now` is any monotonic clock."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        self._unlisted = self._others = 0  # not told yet
+        self._unlisted = self._others = 0  # not logged yet
         self._next_at = float("-inf")
 
     def add(self, event: int) -> None:
@@ -78,7 +78,7 @@ class Refusals:
             self._others += 1
 
     def tell(self, now: float) -> None:
-        """At once, unless the last line was lately: then later, with all that came meanwhile."""
+        """Log at once, unless the last line is recent; then later, with those that came meanwhile."""
         if not self._unlisted + self._others or now < self._next_at:
             return
         log.warning(
@@ -90,9 +90,9 @@ class Refusals:
 
 
 class WorkerSocket:
-    """Bound at once. Used by one thread.
+    """A socket bound at construction. Used by one thread.
 
-    Raises ValueError for an endpoint that others could reach, OSError when it is in use.
+    Raises ValueError for an endpoint that others could reach, OSError if it is in use.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -116,14 +116,14 @@ class WorkerSocket:
         self._refusals = Refusals(self.endpoint)
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """The next frame and the route it came on; None when there is none."""
+        """The next frame and the route it came on; None if there is none."""
         if not _is_readable(self.socket):
             return None
         route, *parts = self.socket.recv_multipart(LAST)
         return route, parts
 
     def send(self, route: bytes, parts: list[bytes]) -> bool:
-        """False when nobody is there, or when a peer has not read for so long that its queue is full."""
+        """False if the peer is not connected, or has not read for so long that its queue is full."""
         try:
             for part in (route, *parts[:-1]):
                 self.socket.send(part, MORE)
@@ -135,9 +135,9 @@ class WorkerSocket:
         return True
 
     def refused_handshakes(self, now: float) -> int:
-        """Peers that were refused before their first frame, since it was last asked: without a key, with one that is
-        not listed, or in another way. libzmq refuses them on its own; it tells a monitor, and nobody else would know.
-        The log hears of them here. `now` is any monotonic clock.
+        """How many peers were refused before their first frame since the last call: without a key, with one not listed,
+        or otherwise. libzmq refuses them by itself and reports it only to a monitor socket; this logs them. `now` is
+        any monotonic clock.
         """
         count = 0
         while _is_readable(self._monitor):
@@ -155,5 +155,5 @@ class WorkerSocket:
 
 
 def _is_readable(socket: zmq.Socket[Any]) -> bool:
-    """Whether a whole message is there."""
+    """Whether a whole message has arrived."""
     return bool(int(socket.get(zmq.EVENTS)) & READABLE)

@@ -1,8 +1,8 @@
-"""Workers over ZMQ: every frame is judged by its envelope, and only the present life of a worker is listened to.
+"""Workers over ZMQ: every frame is checked by its envelope, and only a worker's current life is heeded.
 
-Polled by the engine loop's thread. A worker connects twice per registration, so that beats never wait behind tensors:
-data (`{incarnation}.{registration}/d`: Hello, plans, results, Goodbye) and control (`../c`: Beat, Drain). Routing ids
-are the peers' own claim; what is believed is the epoch that we granted on that route.
+The engine loop thread polls. A worker connects twice per registration, so that beats never wait behind large messages:
+data (`{incarnation}.{registration}/d`: Hello, plans, results, Goodbye) and control (`../c`: Beat, Drain). Peers choose
+their routing ids themselves; only the epoch that we granted on a route is trusted.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ DATA, CONTROL = b"/d", b"/c"
 
 
 class _DroppedError(Exception):
-    """This frame is not acted upon; the argument is the reason it is counted under."""
+    """This frame is dropped; the argument is the reason under which it is counted."""
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A worker in one of its lives. `steps` are the plans it still owes a result for, oldest first."""
+    """One life of a worker. `steps` are the plans whose results it still owes, oldest first."""
 
     epoch: int
     hello: Hello
-    version: int  # of the protocol that both speak
+    version: int  # newest protocol version that both sides speak
     pidfd: int | None
-    sequences: dict[bytes, int]  # last one seen, by the kind of route
+    sequences: dict[bytes, int]  # last one seen, by kind of route
     sequence: int = 0  # last one sent
     steps: deque[int] = field(default_factory=deque)
     steps_done: int = 0
@@ -85,7 +85,7 @@ def _route(hello: Hello, kind: bytes) -> bytes:
 
 
 class ZmqExecutor:
-    """Raises ValueError for an endpoint that others could reach, OSError when it is in use."""
+    """Raises ValueError for an endpoint that others could reach, OSError if it is in use."""
 
     concurrent = True
 
@@ -103,7 +103,7 @@ class ZmqExecutor:
         self._ended_lives: deque[WorkerInfo] = deque(maxlen=MAX_REMEMBERED_LIVES)
         self._events: list[ExecutorEvent] = []
         self._counters: Counter[str] = Counter()
-        self._refused_names: set[tuple[str, int]] = set()  # with the version that they speak
+        self._refused_names: set[tuple[str, int]] = set()  # with their versions
         self._socket = WorkerSocket(config)
         self.endpoint = self._socket.endpoint
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -139,13 +139,13 @@ class ZmqExecutor:
             timeout_s = 0.0
         elif self._peers:
             timeout_s = min(timeout_s, TICK_S)
-        ready = dict(self._poller.poll(int(timeout_s * 1000 + 0.999)))  # not too soon, to come again for nothing
+        ready = dict(self._poller.poll(int(timeout_s * 1000 + 0.999)))  # rounded up, so as not to wake early
         if ready.pop(self._wake_fd, 0):
             os.eventfd_read(self._wake_fd)
         self._counters["handshakes_refused"] += self._socket.refused_handshakes(self._clock())
         ended = [peer for peer in self._peers.values() if peer.pidfd in ready]
         if ready.pop(self._socket.socket, 0):
-            self._receive_all()  # what a process said before it ended still counts
+            self._receive_all()  # frames sent before a process ended still count
         for peer in ended:
             self._lose(peer.epoch, LeaveCause.DIED, f"process {peer.hello.pid} ended")
         for change in self._liveness.tick(self._clock()):
@@ -206,13 +206,13 @@ class ZmqExecutor:
             self._refused_names.add(name)
             log.warning("refused worker %r: %s", other.worker_id, reason)
         self._counters["workers_refused"] += 1
-        envelope = Envelope(self._boot_id, other.worker_id, 0, 0, other.version)  # or it could not read it
+        envelope = Envelope(self._boot_id, other.worker_id, 0, 0, other.version)  # in its version, so it can read it
         self._send_frame(route, envelope, Refused(reason=reason, final=True))
 
     def _drop(self, reason: str, route: bytes, detail: str = "") -> None:
         name = f"frames_dropped_{reason}"
         self._counters[name] += 1
-        if self._counters[name] == 1:  # the counter tells the rest; a flood must not become a flood of lines
+        if self._counters[name] == 1:  # only counted from then on; a flood of frames must not flood the log
             log.warning("dropped a frame from %r: %s %s (further ones are only counted)", route[:64], reason, detail)
 
     def _receive(self, route: bytes, parts: Sequence[bytes], now: float) -> None:
@@ -241,7 +241,7 @@ class ZmqExecutor:
                 raise _DroppedError("unexpected")
 
     def _judge(self, route: bytes, envelope: Envelope) -> tuple[_Peer, bytes]:
-        """Whose frame this is and on which of its routes, or why it is not listened to."""
+        """The peer that sent this frame, and on which of its routes. Raises _DroppedError if it is to be ignored."""
         if envelope.engine_boot_id != self._boot_id:
             self._tell_stranger(route, envelope)
             raise _DroppedError("boot_id")
@@ -261,7 +261,7 @@ class ZmqExecutor:
         return peer, kind
 
     def _tell_stranger(self, route: bytes, envelope: Envelope) -> None:
-        """A life that we do not know (any more) need not wait for its lease to run out before it registers."""
+        """Tell a life that we do not know (any more) to register again, without waiting for its lease to expire."""
         known = any(_route(peer.hello, CONTROL) == route for peer in self._peers.values())
         if route.endswith(CONTROL) and not known:
             refused = Refused(reason="this life is over here; register anew")
@@ -298,12 +298,12 @@ class ZmqExecutor:
             self._counters["workers_refused"] += 1
             self._send_frame(route, Envelope(self._boot_id, hello.worker_id, 0, 0, envelope.version), refused)
             return
-        for peer in earlier:  # it has begun anew, so whatever it held is gone
+        for peer in earlier:  # it has started over, so its rows are gone
             self._lose(peer.epoch, LeaveCause.RENEWED, "registered again")
         self._admit(hello, envelope.sequence, now)
 
     def _greet_again(self, peer: _Peer, sequence: int) -> None:
-        """A Hello that was sent before our Welcome was read. Once there are plans, a Welcome would void them."""
+        """Answer a Hello sent before our Welcome was read. Once there are plans, another Welcome would void them."""
         if sequence <= peer.sequences[DATA]:
             raise _DroppedError("sequence")
         peer.sequences[DATA] = sequence
@@ -330,7 +330,7 @@ class ZmqExecutor:
     def _watch_process(self, hello: Hello) -> int | None:
         """A descriptor that becomes readable when the worker's process ends, if it runs on this host.
 
-        Raises ProcessLookupError when it has ended already.
+        Raises ProcessLookupError if it has already ended.
         """
         if not self._host_id or hello.host_id != self._host_id or hello.pid < 1:
             return None
@@ -338,7 +338,7 @@ class ZmqExecutor:
             pidfd = os.pidfd_open(hello.pid)
         except ProcessLookupError:
             raise
-        except OSError as error:  # not permitted, or no descriptors left: the beats still tell
+        except OSError as error:  # not permitted, or no descriptors left: beats remain
             log.warning("cannot watch process %d of worker %r: %s", hello.pid, hello.worker_id, error)
             return None
         self._poller.register(pidfd, select.POLLIN)
@@ -352,7 +352,7 @@ class ZmqExecutor:
             self._events.append(WorkerChanged(change.epoch, change.state))
 
     def _lose(self, epoch: int, cause: LeaveCause, reason: str, step: int = 0) -> None:
-        """End a life. From here on the epoch is unknown, so nothing that still arrives under it has any effect."""
+        """End a life. From here on its epoch is unknown, so frames that still arrive under it have no effect."""
         peer = self._peers.pop(epoch, None)
         if peer is None:
             return
