@@ -1,14 +1,14 @@
-"""A store never decides: it keeps bytes, and says no to whoever wrote without having seen what is there now.
+"""A store never decides: it keeps bytes, and rejects a write by a caller that has not seen the current state.
 
-Three things are in it, each under names of its own:
+It holds three kinds of things, each in a namespace of its own:
 
     record    a value under (collection, key), with an owner that never changes and a version that every write raises
-    log       parts in the order in which they were appended; content of a file, events of an answer
-    claim     a name that one holder has until its lease is over, for work that one process should do
+    log       parts in the order in which they were appended: content of a file, events of an answer
+    claim     a name that one holder has until its lease expires, for work that one process should do
 
-Two writers of the same thing are told apart by version, or by the index at which they append, never by a clock: a
-claim only spares work that would be done twice. What has expired is not there. A call that fails, or is cancelled, may
-have been done all the same; who repeats it with the version it knew does it once.
+Concurrent writers are detected by the version, or by the index at which they append, never by a clock; a claim only
+avoids duplicate work. Expired entries do not exist. A call that fails or is cancelled may have taken effect; to repeat
+it with the version known before is safe, because it then takes effect only once.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ MAX_NAME_CHARS = 256
 MAX_VALUE_BYTES = 1024 * 1024
 MAX_PART_BYTES = 1024 * 1024
 MAX_APPEND_BYTES = 4 * 1024 * 1024
-MAX_PAGE_BYTES = 1024 * 1024  # what is read in one go, or one record or part that is larger
+MAX_PAGE_BYTES = 1024 * 1024  # per read, unless a single record or part is larger
 MAX_PAGE_RECORDS = 1000
-ABSENT = 0  # the version of what is not there
+ABSENT = 0  # the version of a record that does not exist
 _COLLECTION = re.compile(r"[a-z][a-z_]{0,63}")
 T = TypeVar("T")
 
 
 class Record(NamedTuple):
-    """`position` orders the records of a collection by when they were first put. `expires_at` in Unix seconds."""
+    """`position` orders a collection's records by when they were first put. `expires_at` is in Unix seconds."""
 
     key: str
     owner: str
@@ -48,19 +48,19 @@ class Record(NamedTuple):
 
 
 class Page(NamedTuple):
-    """`more`: there are records after the last of these."""
+    """`more`: there are records after the last one here."""
 
     records: list[Record]
     more: bool
 
 
 class Conflict(Exception):
-    """Somebody else wrote first: a record has another version, or a log another length."""
+    """Another writer was first: a record has another version, or a log another length."""
 
 
 class Unreadable(PagodaError):
-    """What lies under one name is nobody's of this program, or of another version: to whoever wants it as if the store
-    were gone, and no word about anything else in it."""
+    """The data under one name is not this program's, or is another version's. For callers that want it, this is as if
+    the store were unreachable; it says nothing about the rest of the store."""
 
     def __init__(self, why: str) -> None:
         super().__init__(ErrorCode.UNAVAILABLE, "what this server keeps of this cannot be read now", None, 1.0)
@@ -69,8 +69,7 @@ class Unreadable(PagodaError):
 
 
 class Full(PagodaError):
-    """There is no room for what was to be written. What is there can be read; where a disk is full, a journal has no
-    room for deletions either."""
+    """There is no room for a write. Reads still work; on a full disk, the journal has no room for deletions either."""
 
     def __init__(self, why: str) -> None:
         super().__init__(ErrorCode.UNAVAILABLE, "this server has no room to keep anything more", None, 10.0)
@@ -79,12 +78,12 @@ class Full(PagodaError):
 
 @lru_cache(maxsize=1024)
 def _warn(why: str) -> None:
-    """Once: it is come upon again and again."""
+    """Warn once per cause, because the same entry is met again and again."""
     logger.warning("something in the store cannot be read: %.300s", why)
 
 
 def decoded(name: str, value: bytes, kind: type[T]) -> T:
-    """The value of a record or a log, from JSON. Raises Unreadable."""
+    """Decode the JSON value of a record or a log. Raises Unreadable."""
     try:
         return msgspec.json.decode(value, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError, PagodaError) as error:
@@ -92,7 +91,7 @@ def decoded(name: str, value: bytes, kind: type[T]) -> T:
 
 
 def unavailable(why: str, retry_after_s: float) -> PagodaError:
-    """`why` is for the log: what a client is told has no address and no path."""
+    """`why` is for the log only: the client's message contains no address and no path."""
     message = "this server's store cannot be reached at the moment; try again"
     error = PagodaError(ErrorCode.UNAVAILABLE, message, retry_after_s=retry_after_s)
     error.add_note(why)
@@ -100,14 +99,14 @@ def unavailable(why: str, retry_after_s: float) -> PagodaError:
 
 
 def parts_of(data: bytes) -> list[bytes]:
-    """As few as may be, each of them a part that a log takes."""
+    """Split data into as few parts as possible, each small enough for a log."""
     return [data[i : i + MAX_PART_BYTES] for i in range(0, len(data), MAX_PART_BYTES)]
 
 
 class Store(Protocol):
-    """All methods raise PagodaError UNAVAILABLE where the store cannot be asked, Full where a write finds no room,
-    Unreadable where something else lies under the name, and ValueError for a size or a name beyond the limits above,
-    which callers check before."""
+    """All methods raise PagodaError UNAVAILABLE if the store cannot be reached, Full if a write finds no room,
+    Unreadable if something else lies under the name, and ValueError for a size or name beyond the limits above, which
+    callers check first."""
 
     async def get(self, collection: str, key: str) -> Record | None: ...
 
@@ -121,36 +120,36 @@ class Store(Protocol):
         expect: int | None = None,
         expires_at: float | None = None,
     ) -> int:
-        """Write a record whole, and return its version.
+        """Write a whole record, and return its version.
 
         Args:
             owner: The same at every put of a record.
-            expect: The version that is to be replaced, ABSENT for none; None replaces whatever is there.
-            expires_at: In Unix seconds; None keeps it, whatever was said before.
+            expect: The version to replace, ABSENT if there must be none; None replaces any version.
+            expires_at: In Unix seconds; None means never, whatever an earlier put said.
 
         Raises:
-            Conflict: it has another version.
+            Conflict: the record has another version.
         """
         ...
 
     async def delete(self, collection: str, key: str, *, expect: int | None = None) -> bool:
-        """Whether it was there. Raises Conflict as `put` does."""
+        """Returns whether it was there. Raises Conflict as `put` does."""
         ...
 
     async def page(
         self, collection: str, owner: str, *, limit: int, after: int | None = None, newest_first: bool = True
     ) -> Page:
-        """Records of an owner by position, those beyond the position `after`; fewer than `limit` if they are large."""
+        """An owner's records by position, starting beyond `after`; fewer than `limit` if they are large."""
         ...
 
     async def append(
         self, log: str, parts: Sequence[bytes], *, index: int | None = None, expires_at: float | None = None
     ) -> int:
-        """Append all parts or none, and return the number of parts that there are then.
+        """Append all parts or none, and return the log's new number of parts.
 
         Args:
-            index: The number of parts that there are before.
-            expires_at: When the log is to vanish, in Unix seconds; None leaves that as it is, from the start never.
+            index: The number of parts that the log must have before; None appends in any case.
+            expires_at: When the log expires, in Unix seconds; None leaves that unchanged, initially never.
 
         Raises:
             Conflict: the log does not have `index` parts.
@@ -158,7 +157,7 @@ class Store(Protocol):
         ...
 
     async def read(self, log: str, start: int = 0) -> list[bytes]:
-        """Parts from the index `start` on, as many as make a page; none at the end."""
+        """Parts from index `start` on, as many as fit on a page; none at the end."""
         ...
 
     async def length(self, log: str) -> int:
@@ -166,17 +165,17 @@ class Store(Protocol):
         ...
 
     async def keep_until(self, log: str, expires_at: float | None) -> None:
-        """As with `append`, but None for never. Nothing where it is empty."""
+        """Set the expiry, as with `append`, but None means never. Does nothing to an empty log."""
         ...
 
     async def drop(self, log: str) -> None: ...
 
     async def claim(self, name: str, holder: str, lease_s: float) -> bool:
-        """Whether `holder` has it now, for so long; who has it already prolongs it."""
+        """Take or renew a claim for `lease_s`; returns whether `holder` has it now."""
         ...
 
     async def release(self, name: str, holder: str) -> None:
-        """Nothing happens to a claim of somebody else."""
+        """Does nothing to a claim of another holder."""
         ...
 
     async def aclose(self) -> None: ...

@@ -1,9 +1,10 @@
-"""What may be kept of a tenant, of one kind: counted in the store now and then, and in between by what is written here.
+"""Bounds how much of one kind is stored for a tenant: counted in the store now and then, in between by what this
+gateway writes.
 
-Where there seems to be no room for one more it is counted anew, so that nothing goes for what is gone already. Then the
-oldest are forgotten that nobody is likely to ask for again; and where that makes no room, nothing is, and nobody tries
-again for a while. Several gateways may each add what there is room for in between, so together they go over by that
-much at most.
+If there seems to be no room, it counts again before deleting anything, because something may be gone already. Then it
+forgets the oldest entries that no client is likely to ask for again; if those would not make enough room, it forgets
+none, and does not try again for a while. Between counts, several gateways may each fill the room that they know of, so
+together they exceed the bound by at most that much.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from pagoda_gateway.store.interface import Conflict
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
-MAX_TENANTS = 4096  # that are remembered
-SPARE = 256  # of so many parts one more is made room at a time, so that not every request has to
-TRIES = 5  # as other gateways may forget the same ones at the same time
+MAX_TENANTS = 4096  # remembered at once
+SPARE = 256  # 1/256 of the bound is freed in addition, so that not every request has to make room
+TRIES = 5  # because other gateways may forget the same entries at the same time
 
 
 class Held(NamedTuple):
-    """What an owner has of them together."""
+    """What an owner has stored, in total."""
 
     number: int
     num_bytes: int
@@ -35,7 +36,7 @@ class Held(NamedTuple):
         return Held(self.number + other.number, self.num_bytes + other.num_bytes)
 
     def minus(self, other: Held) -> Held:
-        """Never less than nothing."""
+        """Never below zero."""
         return Held(max(self.number - other.number, 0), max(self.num_bytes - other.num_bytes, 0))
 
     def within(self, other: Held) -> bool:
@@ -46,7 +47,7 @@ NOTHING = Held(0, 0)
 
 
 class Keeps(Protocol):
-    """`what`: how clients call several of them."""
+    """`what`: the plural noun for messages to clients."""
 
     @property
     def what(self) -> str: ...
@@ -54,20 +55,20 @@ class Keeps(Protocol):
     async def held_by(self, owner: str) -> Held: ...
 
     async def forget_oldest(self, owner: str, needed: Held, spare: Held) -> tuple[Held, float]:
-        """Delete what nobody is likely to ask for again, the oldest first, if that makes the room that is needed; and
-        up to as much to spare.
+        """Delete entries that no client is likely to ask for again, the oldest first, if that frees the room `needed`;
+        and up to `spare` more.
 
         Returns:
-            What was deleted; and where that is nothing, in how many seconds there might be room, at the soonest.
+            What was deleted; if nothing, in how many seconds there may be room at the earliest.
         """
         ...
 
 
 @dataclass
 class Tenant:
-    """What one has, as it was counted and with what was written since. `coming` has its room and is still being
-    written, so it may not be counted yet. Under `lock` it is counted, and room is made. `looked_until`: there was no
-    room to be made; `room_at`: when there may be."""
+    """`held` is what a tenant has, as last counted and with what was written since. `coming` has its room but is still
+    being written, so a count may miss it. `lock` protects counting and making room. `looked_until`: no room could be
+    made, so do not try before then; `room_at`: when there may be room."""
 
     held: Held = NOTHING
     coming: Held = NOTHING
@@ -88,11 +89,12 @@ class Room:
 
     @asynccontextmanager
     async def taking(self, owner: str, num_bytes: int, number: int = 1) -> AsyncIterator[None]:
-        """Room for what is written meanwhile. After a Conflict it was not; after any other error it may have been.
+        """Reserve room for a write in the `with` body. A Conflict means that nothing was written; any other error, that
+        it may have been.
 
         Raises:
-            PagodaError: RATE_LIMITED where there is no room and none can be made, REQUEST_TOO_LARGE where there never
-                is, what the store raises.
+            PagodaError: RATE_LIMITED if there is no room and none can be made, REQUEST_TOO_LARGE if there never is,
+                what the store raises.
         """
         tenant, added = self._tenant(owner), Held(number, num_bytes)
         if num_bytes > self._most.num_bytes:
@@ -115,7 +117,7 @@ class Room:
             tenant.coming, tenant.held = tenant.coming.minus(added), tenant.held.plus(written)
 
     def freed(self, owner: str, gone: Held = NOTHING) -> None:
-        """So much was deleted here; or what is there may be forgotten from now on. It is looked for room again."""
+        """`gone` was deleted here, or an entry may be forgotten from now on: the next request looks for room again."""
         if (tenant := self._tenants.get(owner)) is not None:
             tenant.held, tenant.looked_until = tenant.held.minus(gone), -math.inf
 
@@ -128,7 +130,7 @@ class Room:
         tenant.held, tenant.counted_at = await self._kept.held_by(owner), self._clock()
 
     def _lacking(self, tenant: Tenant, added: Held) -> Held:
-        """Of what is added; what somebody is over the bound by in the other respect does not matter."""
+        """The room missing for `added`; an excess in a dimension to which nothing is added does not matter."""
         there = tenant.held.plus(tenant.coming)
         over = [held + more - most if more else 0 for held, more, most in zip(there, added, self._most, strict=True)]
         return Held(max(over[0], 0), max(over[1], 0))
@@ -141,7 +143,7 @@ class Room:
             await self._count(owner, tenant)
             needed = self._lacking(tenant, added)
             if needed == NOTHING:
-                return  # it was not as it was thought to be, or another gateway forgot the same ones
+                return  # the last count was outdated, or another gateway has forgotten the same entries
             spare = Held(*(most // SPARE if lack else 0 for lack, most in zip(needed, self._most, strict=True)))
             gone, wait_s = await self._kept.forget_oldest(owner, needed, spare)
             if needed.within(gone):
