@@ -1,7 +1,7 @@
-"""One batch is worked on: checked, answered line by line, and brought to its ending, from wherever it stands.
+"""Works on one batch: checks it, answers it line by line, and ends it, from whatever state it is in.
 
-Every step can be done again: it begins by looking at what is there. So a step that failed because the store was gone,
-and a batch whose gateway died, are the same case.
+Every step can be repeated, because it begins by looking at the stored state. So a step that failed because the store
+was unreachable, and a batch whose gateway died, are the same case.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ logger = logging.getLogger(__name__)
 
 
 class Service(Protocol):
-    """What answers the lines."""
+    """Answers the lines."""
 
     def known(self, model: str | None) -> str:
         """The served name. Raises PagodaError MODEL_NOT_FOUND."""
         ...
 
     async def in_thread(self, num_bytes: int, work: Callable[[], None]) -> None:
-        """Do this, away from the event loop if it is much. Raises PagodaError OVERLOADED."""
+        """Do this, away from the event loop if `num_bytes` is large. Raises PagodaError OVERLOADED."""
         ...
 
     async def answer(self, endpoint: str, line: bytes, owner: str) -> bytes:
-        """What a request with the line's body would be answered. Raises PagodaError."""
+        """The answer to a request with the line's body. Raises PagodaError."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Desk:
-    """What everybody who works on a batch here shares.
+    """Shared by all batches that are worked on here.
 
-    `slots` bounds the lines that are answered at once; `on_result` is told of every line whether it failed.
+    `slots` bounds the lines answered concurrently; `on_result` is called for every line with whether it failed.
     """
 
     batches: Batches
@@ -68,7 +68,7 @@ class Desk:
 
 
 class BatchWork:
-    """`run` it until the batch has ended; `look` lets it see what has become of the batch meanwhile."""
+    """`run` it until the batch has ended; `look` makes it check the batch's stored state meanwhile."""
 
     def __init__(self, desk: Desk, work: Work) -> None:
         self._desk = desk
@@ -84,7 +84,7 @@ class BatchWork:
             pass
 
     async def _gone_on(self) -> bool:
-        """One step on; whether there was none left."""
+        """Take one step; returns whether none was left."""
         batch = await self._known()
         if batch is None or batch.has_ended():
             logger.info("batch %s is %s", self._id, "gone" if batch is None else batch.status)
@@ -95,7 +95,7 @@ class BatchWork:
         return False
 
     async def _known(self) -> Batch | None:
-        """None where the store has lost it."""
+        """None if the store has lost it."""
         try:
             return await self._batches.find(self._owner, self._id)
         except PagodaError as error:
@@ -104,7 +104,7 @@ class BatchWork:
             raise
 
     async def look(self) -> None:
-        """Tell the record how far it is, and see whether it is to stop. Raises PagodaError."""
+        """Write the progress to the record, and check whether to stop. Raises PagodaError."""
         batch = await self._batches.change(self._owner, self._id, self._told)
         if batch.status not in (Status.VALIDATING, Status.IN_PROGRESS) or self._overdue(batch):
             self._stop.set()
@@ -182,7 +182,7 @@ class BatchWork:
         await self._change(lambda batch: states.finalizing(batch, ending, counts, self._now(), faults))
 
     async def _answer_lines(self, batch: Batch, results: Results) -> None:
-        """Until all are answered, or it is to stop; what runs then is left."""
+        """Answer lines until all are answered or it is to stop; lines in progress are then abandoned."""
         stopping = asyncio.create_task(self._stop.wait())
         running: set[asyncio.Task[None]] = set()
         try:
@@ -201,7 +201,7 @@ class BatchWork:
             await asyncio.gather(*running, stopping, return_exceptions=True)
 
     def _begin(self, batch: Batch, line: Line, results: Results) -> asyncio.Task[None]:
-        """The slot is held until the result is kept, so what is not kept yet is bounded, too."""
+        """Holds the slot until the result is stored, which also bounds results that are not stored yet."""
         task = asyncio.create_task(self._answer_one(batch, line, results))
         task.add_done_callback(lambda _: self._desk.slots.release())
         return task
@@ -246,7 +246,7 @@ class BatchWork:
         return written.answered(line.number, custom_id, request_id, answer)
 
     async def _give_up_rest(self, results: Results) -> Status:
-        """What was not answered has an error that says why."""
+        """Give every line without an answer an error that says why."""
         batch = await self._batches.find(self._owner, self._id)
         cancelled = batch.status is Status.CANCELLING
         if not cancelled and not self._overdue(batch):
@@ -261,7 +261,7 @@ class BatchWork:
 
 
 def _ended_well(task: asyncio.Task[None]) -> bool:
-    """False while it runs. Raises what it raised."""
+    """False while the task runs. Raises what it raised."""
     if not task.done():
         return False
     task.result()
@@ -276,7 +276,7 @@ async def _put_back(taking: asyncio.Task[bool], slots: asyncio.Semaphore) -> Non
 
 
 async def _until_there(call: Callable[[], Awaitable[T]]) -> T:
-    """Call again, later every time, while there is no room or nobody to answer."""
+    """Retry with back-off while the server is overloaded or unavailable, or the stream breaks."""
     again_s = times.BATCH_AGAIN_S
     while True:
         try:
