@@ -1,8 +1,8 @@
-"""Whoever shows no key may ask only where there is none to show; where nobody knows whether there is, nobody may.
+"""A request without a key is admitted only if the server has no keys; while that is unknown, no request is admitted.
 
-Keys come from the options, or from the store, in which they are made and revoked while gateways run. One in the store
-that is revoked is refused `KEY_FRESH_S` later at every gateway that reaches the store; one that cannot reach it goes on
-with the keys it has seen lately, and refuses others as unavailable, not as wrong.
+Keys come from the options, or from the store, where they are created and revoked while gateways run. A key revoked in
+the store is refused within `KEY_FRESH_S` by every gateway that reaches the store; a gateway that cannot reach it keeps
+accepting keys it has seen lately, and refuses others as unavailable, not as wrong.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FOREVER_S = float("inf")
 
 
 class Auth:
-    """When a key is asked for: where there is one, always, never."""
+    """When a key is required: if the server has one, always, never."""
 
     AUTO, KEYS, NONE = WORDS = ("auto", "keys", "none")
 
 
 class Holder(NamedTuple):
-    """`tenant` names the key, and does not tell it; "" where none is asked for."""
+    """`tenant` identifies the key without revealing it; "" if none is required."""
 
     tenant: str
     grant: Grant
@@ -41,13 +41,13 @@ NOBODY = Holder("", ANYBODY)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionKeys:
-    """Keys as options have them: separated by commas."""
+    """Keys given as options, separated by commas."""
 
     client: str = ""
     admin: str = ""
 
     def holders(self, defaults: Limits) -> Sequence[tuple[str, Holder]]:
-        """By digest."""
+        """Pairs of a key's digest and its holder."""
         found = []
         for role, keys in ((Role.CLIENT, self.client), (Role.ADMIN, self.admin)):
             for key in filter(None, keys.split(",")):
@@ -57,7 +57,7 @@ class OptionKeys:
 
 
 class Gate:
-    """`defaults` limit keys that have no limits of their own; `clock` is in Unix seconds, `now` monotonic."""
+    """`defaults` apply to keys without limits of their own; `clock` returns Unix seconds, `now` is monotonic."""
 
     def __init__(
         self,
@@ -83,26 +83,26 @@ class Gate:
 
     @property
     def knows(self) -> bool:
-        """Whether it can let anybody in: it needs no store, or the store has said once whether there are keys."""
+        """Whether it can admit requests: it needs no store, or the store has once said whether there are keys."""
         return self._auth == Auth.NONE or bool(self._options) or self._locks.began
 
     async def learn(self) -> None:
-        """Ask the store, where it has to be. Raises PagodaError where it does not answer."""
+        """Ask the store whether there are keys, if that matters. Raises PagodaError if it does not answer."""
         if not self.knows:
             await self._locks.of("")
 
     async def is_open(self) -> bool:
-        """Whether everybody may ask. Once it is not, it never is again. Raises PagodaError where nobody knows."""
+        """Whether no key is required. Once false, it stays false. Raises PagodaError if that is unknown."""
         if self._auth == Auth.NONE:
             return True
         self._locked = self._locked or bool(await self._locks.of(""))
         return not self._locked
 
     async def holder_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Holder:
-        """Whose key a request shows. All keys of options are compared, so the time it takes tells nothing.
+        """The holder of the key that a request presents. Compares all keys of options, so that timing reveals nothing.
 
         Raises:
-            PagodaError: INVALID_API_KEY; UNAVAILABLE where the store would have to be asked and cannot be.
+            PagodaError: INVALID_API_KEY; UNAVAILABLE if the store is needed and cannot be reached.
         """
         if await self.is_open():
             return NOBODY
@@ -131,7 +131,7 @@ class Gate:
         return Holder(key.id, Grant(rights=RIGHTS[key.role], models=key.models, limits=limits, weight=key.weight))
 
     async def grant_of(self, tenant: str) -> Grant:
-        """What a tenant's key allows now, for what was begun with it before. Raises PagodaError as `holder_of`."""
+        """What a tenant's key allows now, for work begun with it earlier. Raises PagodaError as `holder_of` does."""
         if not tenant:
             return ANYBODY
         of_options = [holder.grant for _, holder in self._options if holder.tenant == tenant]

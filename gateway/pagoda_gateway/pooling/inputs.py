@@ -1,4 +1,4 @@
-"""Texts and pairs become records, as many as a body has; limits come before tokens, and tokens before records."""
+"""Turns the texts and pairs of a body into records: checks limits first, then tokenises, then makes records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pagoda_proto.pooling.kinds import CLASSIFY, EMBED, GENERATE
 from pagoda_proto.pooling.params import TOKEN_EMBED, PoolingParams
 from pagoda_proto.records import Pool, RequestRecord
 
-BYTES_PER_NUMBER = 24  # of a vector, as it came and as JSON
+BYTES_PER_NUMBER = 24  # of a vector, as received and as JSON
 WHAT = {EMBED: "makes embeddings", CLASSIFY: "gives scores", GENERATE: "generates text"}
 
 Given = str | Pair | list[int]
@@ -40,8 +40,8 @@ def check_kind(model: ServedModel, *kinds: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a body says besides its texts. `param`: what it calls them; `keep`: most tokens of each, -1 for as many as
-    the model takes; `left`: they lose their beginnings then; `instruction`: for models that judge by one."""
+    """The fields of a body besides its texts. `param`: its name for the texts; `keep`: at most this many tokens of each
+    text, -1 for the model's context; `left`: truncate at the beginning; `instruction`: for models that take one."""
 
     param: str
     pooling: PoolingParams
@@ -64,10 +64,10 @@ class Inputs:
     asked: Asked
 
     async def records(self, given: Sequence[Given]) -> list[RequestRecord]:
-        """A record for each, in order.
+        """Make one record per input, in order.
 
         Raises:
-            PagodaError: there are too many, one is too long, or something of what is asked is not there.
+            PagodaError: there are too many inputs, one is too long, or the model lacks something requested.
         """
         asked, limits = self.asked, self.model.limits
         at_most(asked.param, len(given), self.ctx.config.max_inputs)
@@ -86,7 +86,7 @@ class Inputs:
         return [self._record(tokens, skip) for tokens in found]
 
     async def _tokens(self, texts: Sequence[str | Pair], keep: int | None) -> list[Tokens]:
-        """Of texts, a slice's worth at a time; what is long is counted first, slice by slice."""
+        """Tokenise texts, one slice's worth at a time; long texts are first counted, slice by slice."""
         asked = self.asked
         reader = Reader(self.ctx.pool, self.model, self.caller.key, asked.param, 0)
         if keep is not None:
@@ -125,7 +125,7 @@ class Inputs:
         return limits.max_model_len if keep == -1 else keep
 
     def _prompt(self) -> tuple[str, int]:
-        """What goes before each text, and how many tokens of it a mean may leave out."""
+        """The prompt that precedes each text, and how many of its tokens mean pooling may leave out."""
         own, name = self.model.text.reading, self.asked.prompt_name
         if own.late is not None:
             own.late.check_role(name)
@@ -172,7 +172,7 @@ class Inputs:
 
 
 async def _checked(reader: Reader, text: str | Pair) -> int:
-    """Its characters. Raises PagodaError for a text that is certainly too long, before it is read."""
+    """Its number of characters. Raises PagodaError for a text that is certainly too long, before tokenising it."""
     parts = [text] if isinstance(text, str) else list(text)
     for part in parts:
         await reader.check(part)
@@ -184,7 +184,7 @@ def _prefixed(prompt: str, text: str | Pair) -> str | Pair:
 
 
 def held_bytes(records: Sequence[RequestRecord], width: int) -> int:
-    """What is kept of a body while it is read, and of its answer."""
+    """Memory held for a body and its answer, in bytes."""
     tokens = sum(len(record.prompt_token_ids) for record in records)
     vectors = tokens if any(_of_tokens(record) for record in records) else len(records)
     return tokens * BYTES_PER_TOKEN + vectors * width * BYTES_PER_NUMBER

@@ -1,4 +1,4 @@
-"""How well texts go together: by a head that reads both, by how alike their vectors are, or those of their tokens."""
+"""Scores pairs of texts by a head that reads both, or by the similarity of their vectors or their tokens' vectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda_proto.records import RequestRecord
 
 
 class Scoring:
-    """The pairs of one request: `records` first, then what came of them to `scores`."""
+    """The pairs of one request: call `records` first, then pass the records' outputs to `scores`."""
 
     def __init__(self, ctx: GatewayContext, model: ServedModel, caller: Caller, asked: Asked) -> None:
         own = model.text.reading
@@ -36,16 +36,16 @@ class Scoring:
         self._pairs: list[tuple[int, int]] = []
 
     async def records(self, queries: Sequence[str], documents: Sequence[str]) -> list[RequestRecord]:
-        """One query is for all documents; several are for one document each. Raises PagodaError."""
+        """A single query applies to all documents; several queries apply to one document each. Raises PagodaError."""
         queries = list(queries) * (len(documents) if len(queries) == 1 else 1)
         if self._both:
             return await self._inputs.records(list(zip(queries, documents, strict=True)))
-        places = {text: at for at, text in enumerate(dict.fromkeys([*queries, *documents]))}  # a text is read once
+        places = {text: at for at, text in enumerate(dict.fromkeys([*queries, *documents]))}  # each text is read once
         self._pairs = [(places[q], places[d]) for q, d in zip(queries, documents, strict=True)]
         return await self._inputs.records(list(places))
 
     def scores(self, found: Sequence[bytes]) -> list[float]:
-        """Of each document."""
+        """One score per document."""
         if self._both:
             return [floats(data)[0] for data in found]
         vectors = [floats(data) for data in found]
@@ -53,5 +53,5 @@ class Scoring:
 
 
 def ranked(scores: Sequence[float], most: int | None) -> list[int]:
-    """Indices, the best first; of equal ones, the first."""
+    """Indices, the best first; ties keep their order."""
     return sorted(range(len(scores)), key=lambda i: -scores[i])[:most]
