@@ -1,1 +1,1 @@
-"""A checkpoint on disk: what it says of the model, and its matrices in whatever format."""
+"""A checkpoint on disk: what it says about the model, and its matrices in whatever format."""

@@ -1,7 +1,7 @@
-"""Matrices in blocks, as GGUF files have them: rows of blocks of 32 or 256 values with scales of their own.
+"""Matrices in blocks, as in GGUF files: rows of blocks of 32 or 256 values with scales of their own.
 
-A block is `scale * level`, or `scale * level - minimum` for smaller blocks within it. Where there is no minimum and a
-scale for at least 32 values, our own levels hold it without rounding (`Levels`).
+A block is `scale * level`, or `scale * level - minimum` for smaller blocks within it. Blocks without a minimum, with
+one scale for at least 32 values, convert to our own levels without rounding (`Levels`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from pagoda_worker.kernels.quantized import FLOATS, powers
 
-AT_ONCE = 1 << 19  # values that are widened together: as many as a cache holds in float32
+AT_ONCE = 1 << 19  # values widened together: as many as a cache holds in float32
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True)
 class Levels:
-    """(levels - 2**(bits - 1)) * scales, 32 levels to a scale. `coded`: levels are numbers of E2M1, by their bits."""
+    """(levels - 2**(bits - 1)) * scales, 32 levels per scale. `coded`: levels are E2M1 bit patterns."""
 
     bits: int
     of: Callable[[Tensor], tuple[Tensor, Tensor]]  # blocks [B, bytes] -> uint8 [B, values], float32 [B, values / 32]
@@ -29,7 +29,7 @@ class Levels:
 
 @dataclass(frozen=True)
 class Block:
-    """`values` of `num_bytes` together. One of `levels` and `floats` ([B, bytes] -> float32 [B, values]) reads them."""
+    """`values` in `num_bytes`. One of `levels` and `floats` ([B, bytes] -> float32 [B, values]) reads them."""
 
     values: int
     num_bytes: int
@@ -77,7 +77,7 @@ def _bits(packed: Tensor) -> Tensor:
 
 
 def _table(levels: Tensor) -> Tensor:
-    """Nibbles -> their levels, 128 higher."""
+    """Nibbles -> their levels, plus 128."""
     known = torch.tensor([value + 128 for value in IQ4], dtype=torch.uint8, device=levels.device)
     return known[levels.long()]
 

@@ -1,9 +1,9 @@
-"""Checkpoints: judged by headers, mapped into memory, read tensor by tensor. Safetensors files are opened here.
+"""Checkpoints: checked by their headers, memory-mapped, read tensor by tensor. Opens safetensors files.
 
 A file is 8 bytes of header length (little endian), a JSON header name -> {dtype, shape, data_offsets}, then the data.
-Every number of a header is checked before it is used, so a damaged or hostile file is refused and nothing more. What is
-stored is looked at through a private mapping. What a model keeps is packed, converted or copied, so the mapping ends
-with the checkpoint, and whatever becomes of the file reaches no model that was loaded from it.
+Every number of a header is checked before use, so a damaged or hostile file is refused and does no harm. Stored tensors
+are read through a private mapping. A model packs, converts or copies what it keeps, so the mapping ends with the
+checkpoint, and later changes to the file affect no model that was loaded from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded, and why; `problems` holds one line per fault."""
+    """A checkpoint that cannot be loaded; `problems` holds one line per fault."""
 
     def __init__(self, path: Path, problems: Iterable[str]) -> None:
         self.problems = list(problems)
@@ -47,7 +47,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a model expects of a tensor by its header. Where any numbers will do, they may lie in blocks."""
+    """What a model expects of a tensor's header. If any floating-point dtype will do, blocks are accepted, too."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = LOADABLE
@@ -59,10 +59,10 @@ class Wanted:
 
 @dataclass
 class Checkpoint:
-    """All tensors of a model. Use as a context manager: leaving it gives the mappings back.
+    """All tensors of a model. Use as a context manager: leaving it releases the mappings.
 
-    `undone`: name -> what makes of a tensor as it is stored the one that the model's authors published. It may move
-    rows, or change numbers of a tensor that does not lie in blocks.
+    `undone`: name -> function that turns the stored tensor into the one that the model's authors published. It may move
+    rows, or change numbers of a tensor that is not in blocks.
     """
 
     path: Path
@@ -73,12 +73,12 @@ class Checkpoint:
     bytes_read: int = 0
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
-    @functools.cached_property  # asked for with every tensor
+    @functools.cached_property  # read with every tensor
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.entries.values())
 
     def dtype(self) -> torch.dtype | None:
-        """The dtype that most of the weights' bytes have; whole numbers do not count."""
+        """The floating-point dtype of most of the weights' bytes."""
         totals: dict[str, int] = {}
         for entry in self.entries.values():
             if entry.dtype in LOADABLE:
@@ -93,7 +93,7 @@ class Checkpoint:
         return stored.to(device=device, dtype=dtype, copy=True)
 
     def stored(self, name: str) -> torch.Tensor:
-        """A tensor as it is stored, a view of the file; of one in blocks, their bytes. Counts as progress."""
+        """A tensor as stored, a view of the file; for blocks, their bytes. Counts as progress."""
         entry = self.entries[name]
         if entry.num_bytes:
             raw = torch.frombuffer(
@@ -122,7 +122,7 @@ class Checkpoint:
         A tied model may carry a copy of its embedding as `lm_head.weight`.
 
         Raises:
-            CheckpointError: with everything that is missing, unexpected, misshapen or of a dtype it must not have.
+            CheckpointError: with everything that is missing, unexpected, misshapen or of a wrong dtype.
         """
         extra = {name for name in self.entries if not name.endswith(ignored_suffixes)} - set(expected)
         extra = {name for name in extra if not name.startswith(ignored_prefixes)}
@@ -153,7 +153,7 @@ class Checkpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A mapping that a tensor still looks into is closed by the last such tensor.
+        # A mapping that tensors still refer to is closed by the last such tensor.
         self._maps.clear()
 
     def _map(self, file: Path, end: int) -> mmap.mmap:
@@ -169,10 +169,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint:
-    """Read the headers of all safetensors files of a model directory, and of the tensors what tells which they are.
+    """Read the headers of all safetensors files of a model directory, and enough of the tensors to identify them.
 
     Raises:
-        CheckpointError: there are none, or one of them is not sound.
+        CheckpointError: there are no such files, or one of them is malformed.
     """
     entries: dict[str, Entry] = {}
     for file, names in _files(path):
@@ -185,7 +185,7 @@ def open_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint:
 
 
 def digest_of(path: Path, entries: Mapping[str, Entry]) -> str:
-    """See `content_digest`. Raises CheckpointError when a file cannot be read."""
+    """See `content_digest`. Raises CheckpointError if a file cannot be read."""
     try:
         return content_digest(entries)
     except EOFError as error:
@@ -195,7 +195,7 @@ def digest_of(path: Path, entries: Mapping[str, Entry]) -> str:
 
 
 def _files(path: Path) -> list[tuple[Path, set[str] | None]]:
-    """The files to read, and which tensors the index says are in each (None: all)."""
+    """The files to read, and the tensors of each according to the index (None: all)."""
     if (path / INDEX).exists():
         shards: dict[str, set[str]] = {}
         for name, file in _weight_map(path).items():
@@ -237,7 +237,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_object(content: bytes, file: Path, subject: str) -> dict[str, Any]:
-    """Raises CheckpointError, which names `subject` of the `file`, for what is no JSON object."""
+    """Raises CheckpointError, naming `subject` of the `file`, unless it is a JSON object."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -248,7 +248,7 @@ def json_object(content: bytes, file: Path, subject: str) -> dict[str, Any]:
 
 
 def entries_of(file: Path, content: bytes | bytearray, most_header_bytes: int) -> dict[str, Entry]:
-    """What the header says of a file with this content. Raises CheckpointError when it is not sound."""
+    """The entries in the header of a file with this content. Raises CheckpointError if it is malformed."""
     length = struct.unpack_from("<Q", content)[0] if len(content) >= 8 else 0
     if length > most_header_bytes or not 2 <= length <= len(content) - 8:
         raise CheckpointError(file, [f"header of {length} bytes in a file of {len(content)}"])

@@ -1,11 +1,11 @@
-"""config.json, read so that nothing in it that changes the arithmetic is overlooked.
+"""Reads config.json so that no field that changes the arithmetic is overlooked.
 
-A reader takes the fields it understands; `finish` refuses the file if a field is left that has a value (a zero is none:
-what it counts or scales is off) and is not known to be harmless. Both spellings of a field are read: those of
-transformers 5 (`rope_parameters`, `dtype`) and the older ones (`rope_theta` and `rope_scaling`, `torch_dtype`).
+A reader takes the fields it understands; `finish` refuses the file if a field is left that has a value (zero counts as
+none: it turns off what it counts or scales) and is not known to be harmless. Both spellings of a field are read: those
+of transformers 5 (`rope_parameters`, `dtype`) and the older ones (`rope_theta` and `rope_scaling`, `torch_dtype`).
 
-What a file may ask for and we lack is an UnsupportedConfig, and the fallback may run it. What no model can mean, a size
-of zero or a scaling factor that is text, is a CheckpointError: nobody runs it.
+A valid request for something we lack is an UnsupportedConfig, and the fallback may run the model. A value that no model
+can have, such as a size of zero or a scaling factor that is text, is a CheckpointError: the model cannot run at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagoda_worker.checkpoints.checkpoint import CheckpointError
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
-TINY, HUGE = 2.0**-100, 2.0**100  # between which products of a few numbers stay in float32
+TINY, HUGE = 2.0**-100, 2.0**100  # products of a few numbers within these stay in float32's range
 SHOWN = 60  # characters
 
 # Bookkeeping, training and generation settings: none of them changes a logit.
@@ -33,19 +33,19 @@ HARMLESS = {
     "residual_dropout", "embedding_dropout", "layerdrop", "init_std", "output_router_logits", "router_aux_loss_coef",
     "router_jitter_noise", "pretraining_tp",
 }  # fmt: skip
-LARGEST = 2**24  # of any size: beyond it a number is damage, and what is as long as it says takes all memory
+LARGEST = 2**24  # of any size: a larger number is damage, and allocating by it would exhaust memory
 MOST_LAYERS = 2**12
-# Sizes by the names that all architectures give them: also a model that transformers runs must keep to these.
+# Sizes by the names that all architectures give them: models run by transformers must keep to these, too.
 MOST = {
     "num_hidden_layers": MOST_LAYERS, "num_layers": MOST_LAYERS, "n_layer": MOST_LAYERS, "n_layers": MOST_LAYERS,
     **dict.fromkeys(
         ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
          "max_position_embeddings", "sliding_window", "n_embd", "n_head", "n_positions"), LARGEST),
 }  # fmt: skip
-# Activations by the names that transformers gives them; what a gate may have.
+# Activations by transformers' names; those that a gate may have.
 GATED = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 UNGATED = GATED | {"gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
-# Fields that are known and must have the one value that means "off" or "the usual".
+# Known fields that must have the one value that means "off" or "the usual".
 REQUIRED_VALUES = {"rope_interleaved": (False, None), "is_encoder_decoder": (False, None)}
 
 
@@ -93,7 +93,7 @@ class ConfigReader:
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """An integer from 1 to what is sensible of this name."""
+        """An integer from 1 to the limit for this name."""
         return in_range(self._where, name, self.take(name, int, default), 1, MOST.get(name, LARGEST))
 
     def maybe_size(self, name: str) -> int | None:
@@ -110,7 +110,7 @@ class ConfigReader:
         return None if value is None else self.positive(name, value)
 
     def choice(self, name: str, *allowed: T) -> T:
-        """A field with one of a few values; the first is the one of its absence (or null)."""
+        """A field with one of a few values; the first is the default for its absence (or null)."""
         self._taken.add(name)
         value = self._fields.get(name)
         if value is None:
@@ -121,11 +121,11 @@ class ConfigReader:
         raise UnsupportedConfig(f"{self._where}: {name}={shown(value)} is not one of {', '.join(map(str, allowed))}")
 
     def ignore(self, name: str) -> None:
-        """A field that means nothing here."""
+        """Accept a field that means nothing here."""
         self._taken.add(name)
 
     def activation(self, *names: str, known: Mapping[str, str] = GATED, default: str = "silu") -> str:
-        """The activation under the first of `names` that is given, as `known` calls it."""
+        """The activation under the first of `names` that is given, by its name in `known`."""
         given = [name for name in names if self.maybe(name, str) is not None]
         value = self.take(given[0], str) if given else default
         if value not in known:
@@ -135,8 +135,8 @@ class ConfigReader:
     def layer_windows(
         self, window: int | None, kinds: list[str], limited: str = "sliding_attention"
     ) -> tuple[int | None, ...]:
-        """The window of each layer, which those of kind `limited` have; `layer_types` of the file wins over `kinds`,
-        the rule of the family."""
+        """The window of each layer, None except for kind `limited`; `layer_types` of the file wins over `kinds`, the
+        rule of the family."""
         kinds = self.maybe("layer_types", list) or kinds
         known = {"full_attention": None, limited: window}
         wrong = sorted({str(kind) for kind in kinds} - set(known))
@@ -150,7 +150,7 @@ class ConfigReader:
         return tuple(known[kind] for kind in kinds)
 
     def finish(self) -> None:
-        """Raises UnsupportedConfig when fields with a meaning are left."""
+        """Raises UnsupportedConfig if fields with a meaning are left."""
         for name, allowed in self._required.items():
             if self._fields.get(name) not in allowed:
                 raise UnsupportedConfig(f"{self._where}: {name}={shown(self._fields.get(name))} is not supported")
@@ -165,7 +165,7 @@ def invalid(where: str, problem: str) -> CheckpointError:
 
 
 def shown(value: object) -> str:
-    """A value of a file in a message, which it must not fill."""
+    """A file's value, shortened for use in a message."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**SHOWN:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
@@ -173,14 +173,14 @@ def shown(value: object) -> str:
 
 
 def in_range(where: str, name: str, value: N, low: float, high: float) -> N:
-    """`value`; raises CheckpointError unless it is from `low` to `high`, which no NaN is."""
+    """`value`; raises CheckpointError unless it is from `low` to `high`, which excludes NaN."""
     if not low <= value <= high:
         raise invalid(where, f"{name!r} must be from {low:g} to {high:g}, got {shown(value)}")
     return value
 
 
 def check_sizes(fields: Mapping[str, Any]) -> None:
-    """Of a config.json that nothing else has judged: raises CheckpointError for sizes no model has."""
+    """For a config.json that nothing else has checked: raises CheckpointError for sizes no model has."""
     for name in MOST.keys() & fields.keys():
         value = fields[name]
         if isinstance(value, int | float) and not isinstance(value, bool):

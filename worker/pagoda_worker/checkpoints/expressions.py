@@ -1,9 +1,9 @@
-"""Regular expressions that a model's or an adapter's file brings along, a stranger's: of these, few kinds are matched.
+"""Regular expressions from a model's or an adapter's file are untrusted: only a few kinds are accepted.
 
-Matching tries, at worst, every way in which an expression may be read: where each repetition ends in a name, which side
-of each alternative, with and without what is optional. Nothing that repeats may stand within what repeats, so the ends
-of repetitions are in order, the rest is independent, and the number of ways is known before anything is matched. What
-only looks around is tried as often as what stands there.
+At worst, matching tries every way to read an expression: where each repetition ends in a name, which side of each
+alternative, with and without each optional part. Repetitions must not be nested, so their ends are in order, the rest
+is independent, and the number of ways is known before anything is matched. A lookaround is tried as often as what
+stands in its place.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Sequence
 MAX_CHARS = 512
 NAME_CHARS = 64  # about
 MAX_WAYS = 1 << 20  # to read all expressions of a field
-# Groups that are more than groups or looks around, backreferences, repetitions of what repeats.
+# Special groups other than non-capturing, named and lookaround ones, backreferences, nested repetitions.
 _STRANGE = re.compile(r"\(\?(?!:|<?[=!]|P<)|\\[0-9]|[)}][*+{]|[*+?}][*+{]")
 
-_MARKS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)  # what is escaped, or in a class, is none
+_MARKS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)  # escapes and classes are consumed whole
 
 
 def sides(expression: str) -> list[str]:
-    """The alternatives that it is as a whole: of these one is tried after the other."""
+    """Its top-level alternatives, which are tried one after the other."""
     depth, begin, found = 0, 0, []
     for mark in _MARKS.finditer(expression):
         depth += (mark.group() == "(") - (mark.group() == ")")
@@ -33,17 +33,17 @@ def sides(expression: str) -> list[str]:
 
 
 def ways(expression: str) -> float:
-    """How many ways there are to read it, at most, if it is one side."""
+    """An upper bound on the ways to read it, if it is a single side."""
     plain = expression.replace("(?:", "(")
     repeats, sides, places = sum(map(plain.count, "*+{")), plain.count("|"), plain.count("(") + 1
     return math.comb(NAME_CHARS + repeats, repeats) * 2.0 ** plain.count("?") * (1 + sides / places) ** places
 
 
 def compiled(expressions: Sequence[str], around: str = "{}") -> list[re.Pattern[str]]:
-    """`around` is what each of them stands in.
+    """Compile each expression, placed within `around`.
 
     Raises:
-        ValueError: one is not a regular expression, or they might take long together.
+        ValueError: one is not a regular expression, or together they might take long.
     """
     strange = [one for one in expressions if len(one) > MAX_CHARS or _STRANGE.search(one)]
     if strange or sum(ways(around.replace("{}", side)) for one in expressions for side in sides(one)) > MAX_WAYS:

@@ -1,8 +1,8 @@
-"""Which model this is: a digest of what is computed and of the weights themselves, the same for the same content.
+"""Identifies a model by a digest of its arithmetic and of the weights themselves, the same for the same content.
 
 A digest of every byte would read a checkpoint twice. Of a large tensor only blocks at even distances are read: two
 trainings of one model differ nearly everywhere, so they differ there. A change confined to a few values of a large
-tensor can escape. In which files the tensors lie does not matter.
+tensor can escape. How tensors are distributed over files does not matter.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def content_digest(tensors: Mapping[str, Entry]) -> str:
         with ExitStack() as stack:
             descriptor = os.open(file, os.O_RDONLY)
             stack.callback(os.close, descriptor)
-            if hasattr(os, "posix_fadvise"):  # what lies between the blocks need not be fetched
+            if hasattr(os, "posix_fadvise"):  # no readahead between the blocks
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             for name, tensor in group:
                 of_tensor[name] = _digest_of(descriptor, tensor)
@@ -62,9 +62,9 @@ def content_digest(tensors: Mapping[str, Entry]) -> str:
 
 
 def fingerprint(fields: Mapping[str, Any], harmless: Iterable[str], digest: str) -> str:
-    """Which model: what `fields` of config.json make of the weights with this digest.
+    """Which model: a digest of `fields` of config.json and the weights' digest.
 
-    `harmless` fields change no logit; the others count whatever they mean, in whichever order they stand.
+    `harmless` fields change no logit; all others count, in whatever order.
     """
     telling = {name: value for name, value in fields.items() if name not in set(harmless)}
     return sha256(f"{json.dumps(telling, sort_keys=True)}\n{digest}".encode()).hexdigest()[:16]
@@ -81,7 +81,7 @@ def _digest_of(descriptor: int, tensor: Entry) -> bytes:
 
 
 def _blocks(num_bytes: int) -> list[tuple[int, int]]:
-    """(start, length) of what is read of a tensor: all of it, or blocks from its first byte to its last."""
+    """(start, length) of the parts to read of a tensor: all of it, or blocks from its first byte to its last."""
     if num_bytes <= WHOLE_BYTES:
         return [(0, num_bytes)] if num_bytes else []
     last = num_bytes - BLOCK_BYTES

@@ -1,7 +1,7 @@
-"""A GGUF file as a checkpoint: its tensors under the names, and in the order of rows, that the authors gave them.
+"""A GGUF file as a checkpoint: its tensors with the names and row order of the published model.
 
 Converters rename tensors, interleave the rows of Llama's queries and keys, add one to Gemma's norms, and put the
-experts of a layer into one tensor. All of it is undone here, exactly, so nobody behind this knows of GGUF.
+experts of a layer into one tensor. All of this is undone here, exactly, so no other code needs to know of GGUF.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOP = {
     EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
     "output_norm.bias": "model.norm.bias", OUTPUT: "lm_head.weight",
 }  # fmt: skip
-CONFIGURING = {FREQUENCIES, LONG, SHORT}  # which are read as part of config.json
+CONFIGURING = {FREQUENCIES, LONG, SHORT}  # read as part of config.json
 PARTS = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
@@ -53,7 +53,7 @@ BEHIND_DENSE = {
     **{f"nextn.{part}": f"nextn.{part}" for part in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
     **{f"nextn.shared_head_{part}": f"nextn.shared_head_{part}" for part in ("head", "norm")},
 }  # fmt: skip
-OF_HEADS = {"attn_k_b": "self_attn.k_b_proj", "attn_v_b": "self_attn.v_b_proj"}  # a matrix for each, in one tensor
+OF_HEADS = {"attn_k_b": "self_attn.k_b_proj", "attn_v_b": "self_attn.v_b_proj"}  # per-head matrices in one tensor
 OF_FAMILY: Mapping[str, Mapping[str, str]] = {
     "gemma2": FOUR_NORMS, "gemma3": FOUR_NORMS, "olmo2": FOUR_NORMS, "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", SINKS: "self_attn.sinks"},
@@ -70,11 +70,11 @@ OF_FAMILY: Mapping[str, Mapping[str, str]] = {
     },
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }  # fmt: skip
-BARE = {SINKS: "weight", FAVOUR: "bias"}  # what converters add to names that had no more to them
+BARE = {SINKS: "weight", FAVOUR: "bias"}  # suffixes that converters add to names without one
 LLAMA_HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 INTERLEAVED = dict.fromkeys(("llama", "granite", "granitemoe", "smollm3"), LLAMA_HEADS)
 ONE_ADDED = ("gemma", "gemma2", "gemma3")
-MOST_ENTRIES = 2**18  # experts of one tensor are entries of their own, and a header can have them in millions
+MOST_ENTRIES = 2**18  # experts of one tensor become entries of their own, and a header can claim millions
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.((?:nextn\.)?[a-z_]+)\.(weight|bias)")
 
 
@@ -84,10 +84,10 @@ def open_weights(path: Path, progress: Progress | None = None) -> Checkpoint:
 
 
 def open_gguf(path: Path, progress: Progress | None = None) -> Checkpoint:
-    """Read the header of a GGUF file, and of the tensors what tells which they are.
+    """Read the header of a GGUF file, and enough of the tensors to identify them.
 
     Raises:
-        CheckpointError: it is not sound, or of an architecture that is not known.
+        CheckpointError: it is malformed, or its architecture is unknown.
     """
     try:
         gguf = read_gguf(path)
@@ -123,7 +123,7 @@ def _entries(gguf: Gguf, family: str) -> tuple[dict[str, Entry], dict[str, Undo]
 
 
 def _published(gguf: Gguf, family: str, stored: str, tensor: GgufTensor) -> Iterator[tuple[str, Entry]]:
-    """The name, or of experts the names, that a tensor has in other checkpoints."""
+    """The name (for experts: names) that a tensor has in other checkpoints."""
     if stored in TOP:
         yield TOP[stored], _entry(tensor)
         return
@@ -143,7 +143,7 @@ def _published(gguf: Gguf, family: str, stored: str, tensor: GgufTensor) -> Iter
     entry = _entry(tensor)
     if part in OF_HEADS and dimensions == 3:
         entry = replace(entry, shape=(entry.shape[0] * entry.shape[1], entry.shape[2]))
-    elif part == SHARED_GATE and dimensions == 1:  # a matrix of one row, which converters write without it
+    elif part == SHARED_GATE and dimensions == 1:  # a one-row matrix, which converters write as a vector
         entry = replace(entry, shape=(1, *entry.shape))
     yield f"model.layers.{layer}.{known[part]}{'' if part in BARE else f'.{kind}'}", entry
 
@@ -153,7 +153,7 @@ def _entry(tensor: GgufTensor) -> Entry:
 
 
 def _undoing(gguf: Gguf, family: str) -> Callable[[str], Undo | None]:
-    """What has to be undone of a tensor, by its name in the file."""
+    """The conversion to undo for a tensor, by its name in the file."""
     keys = Keys(gguf, family)
     most = keys.whole("attention.head_count")
     heads = {part: keys.whole(key, most) for part, key in INTERLEAVED.get(family, {}).items()}
@@ -170,6 +170,6 @@ def _undoing(gguf: Gguf, family: str) -> Callable[[str], Undo | None]:
 
 
 def _apart(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """rows [N, ..] with the two halves of each head's dimensions taken in turns -> first half, second half."""
+    """rows [N, ..] with the two halves of each head's dimensions interleaved -> first half, second half."""
     paired = rows.view(heads, -1, 2, *rows.shape[1:])
     return paired.transpose(1, 2).reshape(rows.shape)

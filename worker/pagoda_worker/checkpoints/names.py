@@ -1,4 +1,4 @@
-"""What published checkpoints call the tensors of a decoder, as data: families that differ in names alone are alike."""
+"""The names of a decoder's tensors in published checkpoints, as data: families may differ in names alone."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ class Names:
     """The first names are below `root`, `head` stands alone, the others are within a layer.
 
     Attributes:
-        norms: Role of a norm -> its name. "attention" and "mlp" stand before what they are called by, "after_attention"
-            and "after_mlp" behind it; a role that is not named has no norm.
+        norms: Role of a norm -> its name. "attention" and "mlp" come before the branch of that name, "after_attention"
+            and "after_mlp" after it; a role without a name has no norm.
         qkv: Queries, keys and values, or the one matrix that holds them.
-        latent_up: The one matrix that makes a head's key and value of a latent, head by head; or two: that which brings
-            a head's query to the latent [latent, key] and that which makes its value [value, latent].
+        latent_up: The one matrix from a latent to keys and values, head by head; or two: from a head's query to the
+            latent [latent, key] and from the latent to its value [value, latent].
         up: Gate and up, or the one matrix that holds them; without a gate, up alone.
-        expert_up, expert_down: Of the experts of a layer; "{}" stands for one's number. Without it the name is that of
-            a tensor with the matrices of all, [experts, outputs, inputs]; "_bias" is added to that of their biases.
+        expert_up, expert_down: Of the experts of a layer; "{}" stands for an expert's number. Names without it are of
+            tensors with the matrices of all, [experts, outputs, inputs]; "_bias" is appended for their biases.
         expert_inputs_first: Such a tensor is [experts, inputs, outputs].
-        expert_turns: Gate and up take turns in it.
-        favour: What is added to experts' scores where it is asked who is chosen.
+        expert_turns: Gate and up are interleaved in it.
+        favour: Bias added to experts' scores only for choosing among them.
         sinks: Of attention; one number for each head.
-        grouped: Rows of `qkv` go by KV head: its query heads, its key, its value.
+        grouped: Rows of `qkv` are ordered by KV head: its query heads, its key, its value.
         transposed: Matrices are stored [inputs, outputs].
     """
 
@@ -69,4 +69,4 @@ class Names:
 
 
 LLAMA = Names()
-HEADS = frozenset({"lm_head", "embed_out"})  # what output matrices are called, whatever the family
+HEADS = frozenset({"lm_head", "embed_out"})  # names of output matrices, whatever the family

@@ -1,4 +1,4 @@
-"""What a model's files say, whatever they are: JSON objects by their names."""
+"""Reads a model's JSON files by name, from a directory or a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_FILE_BYTES = 256 * 1024 * 1024
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What config.json says, or would say. Raises CheckpointError."""
+    """The fields of config.json, or what a GGUF file gives instead. Raises CheckpointError."""
     return read_fields(path, "config.json")
 
 
 def read_fields(path: Path, name: str) -> dict[str, Any]:
-    """A file of a model. Raises CheckpointError: there is none, it cannot be read, or it holds something else."""
+    """A file of a model. Raises CheckpointError if it is missing, unreadable, or holds something else."""
     try:
         content = model_files(path).read(name, MAX_FILE_BYTES)
     except BadGguf as error:
@@ -33,7 +33,7 @@ def read_fields(path: Path, name: str) -> dict[str, Any]:
 
 
 def vocabulary(path: Path) -> dict[str, int]:
-    """Token to id, those that were added too. Raises CheckpointError as `read_fields` does, and for other forms."""
+    """Token to id, added tokens included. Raises CheckpointError as `read_fields` does, and for unknown forms."""
     definition = read_fields(path, "tokenizer.json")
     try:
         vocab = definition.get("model", {}).get("vocab", {})

@@ -1,17 +1,17 @@
-"""Rotary position embedding: which angle each pair of dimensions turns by, per position.
+"""Rotary position embedding: the angle by which each pair of dimensions rotates, per position.
 
-Su et al., RoFormer (arXiv 2104.09864). Kernels turn dimension i with dimension i + D/2; a checkpoint that pairs other
-dimensions has the rows of its query and key matrices put in that order when they are loaded (`head_order`), which
-changes no product of a query with a key. Dimensions that do not turn are pairs whose angle is 0.
+Su et al., RoFormer (arXiv 2104.09864). Kernels rotate dimension i with dimension i + D/2; if a checkpoint pairs other
+dimensions, loading puts the rows of its query and key matrices in that order (`head_order`), which changes no product
+of a query with a key. Dimensions that do not rotate are pairs whose angle is 0.
 
 `linear` divides positions (arXiv 2306.15595); `llama3` divides low frequencies only and blends the middle ones, as in
 the Llama 3.1 release; `yarn` does so by the number of turns within the trained length and scales the result (arXiv
-2309.00071); `longrope` divides each frequency by a factor of its own, one list for rows within the trained length and
-one beyond it (arXiv 2402.13753); `dynamic` raises theta with the length of a row.
+2309.00071); `longrope` divides each frequency by a factor of its own, with one list for rows within the trained length
+and one beyond it (arXiv 2402.13753); `dynamic` raises theta with the length of a row.
 
-The last two make a token depend on how long its row is. Here they are fixed at the longest row that may come
-(`fixed_at`), because keys stay in a cache that was turned once, and because a row must not depend on when it is
-computed. transformers decides anew in every step by the longest row of a batch.
+The last two make a token depend on the length of its row. Here they are fixed at the longest row allowed (`fixed_at`),
+because cached keys are rotated only once, and because a row must not depend on when it is computed. transformers
+decides anew in every step by the longest row of a batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from pagoda_worker.kernels.ops import Rotation
 
-SLICE = 8192  # positions that are computed at a time
+SLICE = 8192  # positions computed at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,9 @@ class RopeShape:
     """theta, head size, which dimensions are pairs, and the scaling of frequencies.
 
     Attributes:
-        turning: Dimensions of a head that turn, the first ones; 0: all.
-        interleaved: Dimension 2 i is stored beside the one it turns with; else they are half of `turning` apart.
-        magnitude: Of what is turned, the one thing besides the angles that a scaling may change.
+        turning: How many dimensions of a head, from the first, rotate; 0: all.
+        interleaved: Dimension 2 i is stored beside the one it rotates with; else they are half of `turning` apart.
+        magnitude: Factor of the rotated values, the one thing besides the angles that a scaling may change.
     """
 
     theta: float
@@ -63,11 +63,11 @@ class RopeShape:
 
     @property
     def reach(self) -> int:
-        """The longest row that its scaling is made for, where that may be beyond the positions of the model; else 0."""
+        """The longest row its scaling is made for, where that may exceed the model's positions; else 0."""
         return int(self.original_max_position * self.factor) if self.kind in ("dynamic", "yarn") else 0
 
     def fixed_at(self, length: int) -> str:
-        """What of the angles is decided by `length`, the longest row that may come; empty if nothing is."""
+        """The part of the angles that depends on `length`, the longest row allowed; empty if none does."""
         beyond = length > self.original_max_position
         if self.kind == "longrope" and beyond:
             return "long factors"
@@ -75,7 +75,7 @@ class RopeShape:
 
 
 def head_order(shape: RopeShape) -> list[int] | None:
-    """Which stored dimension of a head stands at each place of ours; None if they are the same."""
+    """Which stored dimension of a head is at each place of ours; None if they are the same."""
     dims, half = shape.dims, shape.dims // 2
     left = list(range(dims, shape.head_dim))
     first = list(range(0, dims, 2)) if shape.interleaved else list(range(half))
@@ -139,7 +139,7 @@ def _interpolated(shape: RopeShape, plain: torch.Tensor) -> torch.Tensor:
 class RotaryTable:
     """Cosines and sines of all positions, [max_positions, D / 2] float32 each.
 
-    A table, not a formula per step: the bits of a cosine must not depend on how many of them are computed at once.
+    A table instead of a per-step formula: the bits of a cosine must not depend on how many are computed at once.
     """
 
     def __init__(self, shape: RopeShape, max_positions: int, device: torch.device) -> None:

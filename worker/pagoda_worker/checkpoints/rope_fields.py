@@ -1,4 +1,4 @@
-"""What config.json says of rotary embedding, in either spelling, read so that nothing of it is overlooked."""
+"""The fields of config.json on rotary embedding, in either spelling, read so that none is overlooked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagoda_worker.checkpoints.rope import RopeShape
 
 ROPE = "config.json: rope"
 ORIGINAL = "original_max_position_embeddings"
-# Kind of scaling -> what it needs, and what it may have.
+# Kind of scaling -> its required fields, and its optional ones.
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), (ORIGINAL,)),
     "linear": (("factor",), ()),
@@ -28,12 +28,12 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeDefaults:
-    """What a family takes for granted.
+    """Defaults of a family.
 
     Attributes:
-        partial: The share of a head that turns; None: all, and no file may differ.
+        partial: The share of a head that rotates; None: all, and no file may differ.
         other_names: Of kinds of scaling.
-        scaling: Where a file has none.
+        scaling: Used if a file has none.
     """
 
     theta: float = 10_000.0
@@ -63,7 +63,7 @@ def read_rope(config: ConfigReader, head_dim: int, defaults: RopeDefaults = LLAM
 def read_two_ropes(
     config: ConfigReader, head_dim: int, whole: RopeDefaults, local: RopeDefaults
 ) -> tuple[RopeShape, RopeShape]:
-    """Those of layers that see all and of layers that slide, which in the older spelling have no scaling."""
+    """Those of full-attention layers and of sliding ones; in the older spelling, the latter have no scaling."""
     parameters = config.maybe("rope_parameters", dict)
     scaling = config.maybe("rope_scaling", dict) or {}
     whole, local = taken(config, whole), taken(config, local)
@@ -79,7 +79,7 @@ def read_two_ropes(
 
 
 def taken(config: ConfigReader, defaults: RopeDefaults) -> RopeDefaults:
-    """With what config.json says itself, beside any scaling."""
+    """The defaults overridden by fields of config.json outside any scaling."""
     theta, partial = config.positive(defaults.theta_field, defaults.theta), defaults.partial
     if partial is not None:
         partial = config.positive(defaults.partial_field, partial)
@@ -121,7 +121,7 @@ def _turning(head_dim: int, partial: float) -> int:
 def _scaled(config: ConfigReader, reader: ConfigReader, plain: RopeShape, optional: tuple[str, ...]) -> RopeShape:
     """`plain` with the numbers of its kind."""
     longest = config.size("max_position_embeddings")
-    outer = config.maybe_size(ORIGINAL)  # which some families write beside the scaling, and mean
+    outer = config.maybe_size(ORIGINAL)  # some families write it beside the scaling, where it takes precedence
     inner = reader.maybe_size(ORIGINAL) if ORIGINAL in (*optional, *KINDS[plain.kind][0]) else None
     trained = outer or inner or longest
     if plain.kind == "linear":
@@ -165,7 +165,7 @@ def _yarn(reader: ConfigReader, plain: RopeShape) -> RopeShape:
 
 
 def mscale(factor: float, weight: float) -> float:
-    """By how much yarn turns up what is that many times longer."""
+    """Yarn's magnitude for a context `factor` times longer."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -25,14 +25,14 @@ class Source(Protocol):
         """The matrix [N, K] of a linear layer in the run dtype, even if it is quantised."""
 
     def experts(self, name: str) -> Iterator[Weight]:
-        """The matrices [N, K] of a tensor [E, N, K], as `linear` would have them."""
+        """The matrices [N, K] of a tensor [E, N, K], in the form that `linear` returns."""
 
     def tied(self, embedding: torch.Tensor) -> Weight:
         """The embedding [V, H] as the output matrix."""
 
 
 def joined(parts: list[Weight], dtype: torch.dtype) -> Weight:
-    """Matrices with the same inputs as one, below one another; in `dtype` if they are not quantised alike."""
+    """Matrices with the same inputs stacked into one; in `dtype` unless they are quantised alike."""
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]

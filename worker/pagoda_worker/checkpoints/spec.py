@@ -1,7 +1,7 @@
 """A decoder as data: everything in which the natively supported families differ.
 
-`DecoderSpec` is what a config.json is read into and what `Decoder` is built from; weights are found by the names and
-shapes it implies, so a checkpoint can be judged before a byte of it is loaded.
+A config.json is read into a `DecoderSpec`, and `Decoder` is built from it; the spec implies the names and shapes of all
+weights, so a checkpoint can be checked before a byte of it is loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MlpShape:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeShape:
-    """Experts with a gate, `width` I each, and what every token passes beside them: times a gate of its own, if any.
+    """Gated experts of width I each, and a shared MLP that every token passes, times its own gate, if any.
 
     `bias`: of the router and of the experts; `favour`: see `kernels.routing`.
     """
@@ -46,10 +46,11 @@ class MoeShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape:
-    """Keys and values of all heads come of one latent of `rank` numbers, and of `turning` more, which are part of keys.
+    """Keys and values of all heads derive from one latent of `rank` numbers, and `turning` more, which are part of
+    keys.
 
-    A head's query has `plain` dimensions, which meet what the latent makes of them, and those that turn; its value has
-    `value`. `query_rank`: queries come of a latent, too; None: of the stream. See `models.latent`.
+    A head's query has `plain` dimensions, which meet keys made from the latent, and `turning` ones; its value has
+    `value`. `query_rank`: queries derive from a latent, too; None: from the stream. See `models.latent`.
     """
 
     rank: int
@@ -61,7 +62,7 @@ class LatentShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """In which layers of one model may differ: how they attend, by which angles (if any), and what their MLP is.
+    """What may differ between layers of one model: how they attend, their rotary angles (if any), and their MLP.
 
     `unit_heads`: RMS norm of every query and key head, without weights.
     """
@@ -91,17 +92,17 @@ class DecoderSpec:
     """See `Names.norms` for where the norms stand.
 
     Attributes:
-        max_positions: Tokens of a request where nobody says how many may be; `reach` is the most.
-        head_norms: RMS norm of every query and key head, before it is turned.
+        max_positions: Tokens of a request unless configured; `reach` is the most.
+        head_norms: RMS norm of every query and key head, before rotation.
         width_norms: RMS norm of all query heads together, and of all key heads.
-        norm_kind: "rms", or "layer" for what also takes the mean away; `norm_bias` is added after it.
+        norm_kind: "rms", or "layer", which also subtracts the mean; `norm_bias` is added after it.
         norm_offset: Gemma stores norm weights minus one.
-        parallel: The MLP reads what attention reads, not what comes of it.
+        parallel: The MLP reads the same input as attention, not its output.
         embed_scale: Of embeddings, rounded to the run dtype as the published models do.
         residual_scale: Of what each branch adds.
-        unused_layers: So many more, of which a checkpoint may have tensors: they guess tokens.
-        unused: How names of tensors begin that belong to what is not served.
-        spellings: Further ways in which checkpoints of the family are named.
+        unused_layers: Number of multi-token prediction layers that a checkpoint may have besides; not loaded.
+        unused: Name prefixes of tensors that are not served.
+        spellings: Alternative names in checkpoints of the family.
     """
 
     vocab_size: int
@@ -120,7 +121,7 @@ class DecoderSpec:
     norm_offset: float = 0.0
     parallel: bool = False
     learned_positions: bool = False
-    position_offset: int = 0  # lines before that of the first position
+    position_offset: int = 0  # table entries before the first position
     embed_scale: float | None = None
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -135,24 +136,24 @@ class DecoderSpec:
 
     @property
     def causal(self) -> bool:
-        """If not, it reads whole prompts and continues none."""
+        """Whether attention is causal; if not, the model reads whole prompts and does not generate."""
         return all(layer.attention.causal for layer in self.layers)
 
     @property
     def segments(self) -> int:
-        """Into how many fall the inputs of `out` and `down`, of all layers alike; see `kernels.segments`."""
+        """The number of segments of the inputs of `out` and `down`, the same in all layers; see `kernels.segments`."""
         attended = [layer.attended for layer in self.layers]
         dense = [mlp.width for layer in self.layers if (mlp := dense_mlp(layer)) is not None]
         return num_segments([*attended, *dense], [layer.attention.num_heads for layer in self.layers])
 
     @property
     def ropes(self) -> tuple[RopeShape, ...]:
-        """All that layers turn by, each once."""
+        """The distinct rotary shapes of the layers."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
 
     @property
     def tempers(self) -> tuple[Temper, ...]:
-        """All that layers have, each once."""
+        """The distinct ones of the layers."""
         return tuple(dict.fromkeys(layer.temper for layer in self.layers if layer.temper is not None))
 
     @property
@@ -162,7 +163,7 @@ class DecoderSpec:
 
 
 def both_ways(spec: DecoderSpec) -> DecoderSpec:
-    """The same where every token sees what comes after it, too, as far as what comes before it.
+    """The same with bidirectional attention: every token attends as far forwards as backwards.
 
     Raises UnsupportedConfig for layers that are causal by nature.
     """
@@ -173,11 +174,11 @@ def both_ways(spec: DecoderSpec) -> DecoderSpec:
 
 
 def dense_mlp(layer: LayerSpec) -> MlpShape | None:
-    """What every token passes of it."""
+    """The MLP that every token passes, if any."""
     return layer.mlp.shared if isinstance(layer.mlp, MoeShape) else layer.mlp
 
 
-# Buffers that older exports carry along; they hold nothing that config.json does not say.
+# Buffers in older exports; they hold nothing that config.json does not say.
 IGNORED_SUFFIXES = (
     ".rotary_emb.inv_freq", ".self_attn.masked_bias", ".self_attn.bias", ".attention.masked_bias", ".attention.bias",
     ".attn.masked_bias", ".attn.bias",
@@ -185,13 +186,13 @@ IGNORED_SUFFIXES = (
 
 
 def unused_prefixes(spec: DecoderSpec) -> tuple[str, ...]:
-    """Of the names of tensors that a checkpoint may have besides."""
+    """Name prefixes of further tensors that a checkpoint may have."""
     first = spec.num_layers
     return *spec.unused, *(spec.names.in_layer(index, "") for index in range(first, first + spec.unused_layers))
 
 
 def as_spelled(spec: DecoderSpec, found: Collection[str]) -> DecoderSpec:
-    """The spec by those of its names that fit a checkpoint with these tensors best, in whatever form matrices are."""
+    """The spec with the names that fit a checkpoint with these tensors best, in whatever form its matrices are."""
     modules = {name.rpartition(".")[0] for name in found}
 
     def is_there(name: str) -> bool:
@@ -223,7 +224,7 @@ def norm_tensors(spec: DecoderSpec, norm: str) -> list[str]:
 
 
 def linear_layers(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
-    """Name -> (outputs, inputs) of every matrix that may be quantised; a tied head is none of its own."""
+    """Name -> (outputs, inputs) of every matrix that may be quantised; a tied head is not a matrix of its own."""
     shapes = {
         spec.names.in_layer(index, part): shape
         for index, layer in enumerate(spec.layers)
@@ -233,9 +234,8 @@ def linear_layers(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
 
 
 def matrices_of_all(spec: DecoderSpec) -> list[str]:
-    """The names of the matrices that every token passes as they are stored: neither those of experts, nor those that
-    lead to latents and back. Their order does not depend on how they are spelt.
-    """
+    """The names of the matrices that every token passes as they are stored: without those of experts, and those to
+    latents and back. Their order does not depend on the spelling."""
     names, found = spec.names, []
     for index, layer in enumerate(spec.layers):
         latent = (names.latent_down, *names.latent_up)
@@ -248,9 +248,8 @@ def matrices_of_all(spec: DecoderSpec) -> list[str]:
 
 
 def whole_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of what adapters may bring in place of the model's own: norms of the stream and of heads, the
-    embedding, the output matrix, tied or not. Their order does not depend on how they are spelt.
-    """
+    """Name -> shape of tensors that adapters may replace: norms of the stream and of heads, the embedding, the output
+    matrix, tied or not. Their order does not depend on the spelling."""
     names = spec.names
     norms = [name for _, name in sorted(names.norms.items())]
     norms += [names.query_norm, names.key_norm] if spec.head_norms or spec.width_norms else []
@@ -295,7 +294,7 @@ def _latent_matrices(names: Names, latent: LatentShape, heads: int, hidden: int)
 
 
 def dense_names(names: Names, layer: LayerSpec) -> tuple[tuple[str, ...], str]:
-    """Of gate and up, and of down, of `dense_mlp`."""
+    """The names of gate and up, and of down, of `dense_mlp`."""
     moe = isinstance(layer.mlp, MoeShape)
     return (names.shared_up, names.shared_down) if moe else (names.up, names.down)
 
@@ -309,7 +308,7 @@ def _expert_matrices(names: Names, moe: MoeShape, hidden: int) -> dict[str, tupl
 
 
 def _expert_tensors(names: Names, moe: MoeShape, hidden: int) -> dict[str, tuple[int, ...]]:
-    """What there is besides matrices that may be quantised."""
+    """The tensors besides matrices that may be quantised."""
     count = moe.routing.experts
     shapes: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (count, hidden)}
     if moe.shared_gate:

@@ -1,7 +1,7 @@
-"""The encoder of an EncoderSpec: packed rows without padding, each read from its first token to its last at once.
+"""The encoder of an EncoderSpec: packed rows without padding, each read whole in one pass.
 
-Attention reads from a cache as everywhere, but nothing is kept there: one layer's worth of K and V, over which every
-layer writes its own. So the kernels are those of decoders, told that a layer is not causal.
+Attention reads from a cache as in decoders, but nothing is kept there: it holds one layer's K and V, which each layer
+overwrites. So the kernels are those of decoders, told that a layer is not causal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Layer:
     mlp: Mlp
     attention_norm: Norm | None
     mlp_norm: Norm
-    rope: int  # of the encoder's; -1: none
+    rope: int  # index of the encoder's; -1: none
 
 
 class Encoder:
@@ -65,7 +65,7 @@ class Encoder:
 
     @property
     def num_types(self) -> int:
-        """Kinds of text that a pair's second may be of, beside those of the first; at most 2."""
+        """Kinds of text: 2 if the second text of a pair has a type of its own, else 1."""
         return 1 if self._places is None else min(2, max(1, self.spec.num_types))
 
     def on(self, ops: Ops) -> Encoder:
@@ -75,8 +75,8 @@ class Encoder:
         return other
 
     def forward(self, batch: Batch, kv: Sequence[Cache]) -> torch.Tensor:
-        """Final hidden states [T, H] of whole rows; `kv` is a cache of the shape `scratch`. Of the second text of a
-        pair, positions are `max_positions` beyond."""
+        """Final hidden states [T, H] of whole rows; `kv` is a cache of the shape `scratch`. Positions of a pair's
+        second text are `max_positions` higher."""
         (cache,) = kv
         cache.admit(batch)
         plan = self.ops.plan(batch, cache)
@@ -91,7 +91,7 @@ class Encoder:
         return hidden
 
     def _after(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
-        """Each branch is added to its input, and the sum is normed."""
+        """Post-norm: each branch is added to its input, and the sum is normed."""
         eps = self.spec.norm_eps
         for layer in self._layers:
             branch = self._attend(stream, layer, step)
@@ -102,7 +102,7 @@ class Encoder:
         return stream
 
     def _before(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
-        """Each branch reads its input normed, and is added to it as it is."""
+        """Pre-norm: each branch reads its normed input, and is added to the unnormed one."""
         eps, branch = self.spec.norm_eps, None
         for layer in self._layers:
             x = stream
@@ -128,7 +128,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class _Step:
-    """What all layers of a step share."""
+    """Shared by all layers of a step."""
 
     batch: Batch
     cache: Cache
@@ -168,9 +168,9 @@ def _load_layer(spec: EncoderSpec, packer: Packer, index: int, rope: int) -> Lay
 
 
 def _tables(spec: EncoderSpec, source: Source, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Words, and what is added by position: positions with the first kind of text, then the same with the second.
+    """Word embeddings, and embeddings added by position: positions plus the first text type, then plus the second.
 
-    Without positions of its own a model has one kind of text, which is added to the words here.
+    A model without learned positions has one text type, which is added to the words here.
     """
     names = spec.names
     words = source.tensor(f"{names.words}.weight")
@@ -184,7 +184,7 @@ def _tables(spec: EncoderSpec, source: Source, dtype: torch.dtype) -> tuple[torc
 
 
 def _bias(spec: EncoderSpec, source: Source, max_len: int) -> torch.Tensor | None:
-    """[Hq, 2 max_len - 1] float32 by how far the key is from the query, for families that have one."""
+    """[Hq, 2 max_len - 1] float32 by distance from query to key, for families with such a bias."""
     if spec.num_buckets:
         return _distances(spec, source, max_len)
     if not spec.alibi:
@@ -195,15 +195,15 @@ def _bias(spec: EncoderSpec, source: Source, max_len: int) -> torch.Tensor | Non
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """By which scores of each head fall per token (arXiv 2108.12409): a geometric row for as many heads as there are
-    powers of two, and for the rest every other of a row twice as long."""
+    """How much each head's scores fall per token (arXiv 2108.12409): a geometric series for the first heads, as many as
+    the largest power of two, and for the rest every other number of a series twice as long."""
     whole = 2 ** (heads.bit_length() - 1)
     row = [2.0 ** (-8 * (i + 1) / whole) for i in range(whole)]
     return row + [2.0 ** (-4 * (i + 1) / whole) for i in range(0, 2 * whole, 2)][: heads - whole]
 
 
 def _distances(spec: EncoderSpec, source: Source, max_len: int) -> torch.Tensor:
-    """MPNet's bias [Hq, 2 max_len - 1] by how far the key is from the query."""
+    """MPNet's bias [Hq, 2 max_len - 1] by distance from query to key."""
     table = source.tensor(f"{spec.names.relative}.weight").float()
     apart = torch.arange(1 - max_len, max_len)
     half = spec.num_buckets // 2

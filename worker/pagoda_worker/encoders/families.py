@@ -1,4 +1,4 @@
-"""Families of encoders, each a function from config.json to a spec: what is published under which architecture.
+"""Families of encoders, each a function from config.json to a spec, by the architecture they are published under.
 
 To add one: a function `read(ConfigReader) -> EncoderSpec` here, and a line in FAMILIES.
 """
@@ -22,7 +22,7 @@ from pagoda_worker.encoders.spec import BUCKETS, EncoderLayer, EncoderSpec, Name
 from pagoda_worker.kernels.ops import AttentionShape
 
 SEES_BOTH_WAYS: dict[str, tuple[Any, ...]] = dict.fromkeys(("is_decoder", "is_causal"), (False, None))
-# Of training, of other heads, and of code that we do not run: none of them changes a hidden state.
+# For training, other heads, and code that we do not run: none of them changes a hidden state.
 ENCODER_HARMLESS = HARMLESS | {
     "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout", "gradient_checkpointing",
     "output_past", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
@@ -65,12 +65,12 @@ def _attention(hidden: int, heads: int, window: int | None = None) -> AttentionS
 
 
 def _sizes(config: ConfigReader) -> tuple[int, int, int]:
-    """Layers, hidden size and heads, as most call them."""
+    """Layers, hidden size and heads, by their usual names."""
     return config.size("num_hidden_layers"), config.size("hidden_size"), config.size("num_attention_heads")
 
 
 def _widths(config: ConfigReader, hidden: int, of_mlp: str = "intermediate_size") -> dict[str, Any]:
-    """How wide everything is; `of_mlp` is the field that says it of the MLP."""
+    """The widths; `of_mlp` is the field with the MLP's."""
     return {"vocab_size": config.size("vocab_size"), "hidden_size": hidden, "width": config.size(of_mlp)}
 
 
@@ -108,7 +108,7 @@ def read_jina_bert(config: ConfigReader) -> EncoderSpec:
     kind = config.take("feed_forward_type", str, "original")
     if kind not in JINA_GATES:
         raise UnsupportedConfig(f"config.json: feed_forward_type={kind[:64]!r} is not one of {', '.join(JINA_GATES)}")
-    config.take("hidden_act", str, "gelu")  # of the MLP that is not gated
+    config.take("hidden_act", str, "gelu")  # for the MLP without a gate
     return EncoderSpec(
         names=Names(up=("mlp.gated_layers",), down="mlp.wo", mlp_norm="mlp.layernorm"),
         **_widths(config, hidden),
@@ -124,7 +124,7 @@ def read_jina_bert(config: ConfigReader) -> EncoderSpec:
 
 
 def read_roberta(config: ConfigReader) -> EncoderSpec:
-    """arXiv 1907.11692, and XLM-R, 1911.02116: positions count from after the id of padding."""
+    """arXiv 1907.11692, and XLM-R, 1911.02116: positions count from the padding id plus one."""
     reserved = config.take("pad_token_id", int, 1) + 1
     return _bert_like(config, Names(), reserved, num_types=config.size("type_vocab_size", 1))
 
@@ -157,7 +157,7 @@ def read_distilbert(config: ConfigReader) -> EncoderSpec:
         down="ffn.lin2",
         mlp_norm="output_layer_norm",
     )
-    config.take("sinusoidal_pos_embds", bool, False)  # they are stored like any others
+    config.take("sinusoidal_pos_embds", bool, False)  # stored like any others
     hidden, heads = config.size("dim"), config.size("n_heads")
     places = config.size("max_position_embeddings", 512)
     return EncoderSpec(
@@ -177,13 +177,13 @@ def _rotary(config: ConfigReader, head_dim: int, default_theta: float, longest: 
 
 
 def _turned(parameters: Mapping[str, Any], head_dim: int, theta: float, longest: int) -> RopeShape:
-    """By `rope_parameters`, of a model of so many positions, however its family spells that."""
+    """From `rope_parameters`, for a model of `longest` positions, however its family spells that."""
     beside = ConfigReader({"max_position_embeddings": longest})
     return rope_shape(beside, parameters, head_dim, RopeDefaults(theta=theta))
 
 
 def read_nomic(config: ConfigReader) -> EncoderSpec:
-    """arXiv 2402.01613. Published files spell it as the GPT-2 code it came from; transformers has BERT's spelling."""
+    """arXiv 2402.01613. Published files use the names of the GPT-2 code it came from; transformers uses BERT's."""
     old = config.maybe("n_embd", int) is not None
     hidden, heads = (
         config.size("n_embd" if old else "hidden_size"),
@@ -225,7 +225,7 @@ NOMIC_NAMES = Names(
 
 
 def _nomic_old(config: ConfigReader) -> float:
-    """The base of the angles; what else there is must be as in the published models."""
+    """The base of the angles; all other fields must be as in the published models."""
     config.choice("prenorm", False)
     config.choice("parallel_block", False)
     config.choice("rotary_emb_fraction", 1.0, 1)
@@ -267,13 +267,13 @@ def read_gte(config: ConfigReader) -> EncoderSpec:
 
 
 def read_modernbert(config: ConfigReader) -> EncoderSpec:
-    """arXiv 2412.13663: a norm before each branch, gates, and windows in all layers but every third."""
+    """arXiv 2412.13663: a norm before each branch, gates, and windows in two of three layers."""
     count, hidden, heads = _sizes(config)
     every = config.size("global_attn_every_n_layers", 3)
     window = config.size("local_attention", 128) // 2 + 1
     kinds = ["sliding_attention" if i % every else "full_attention" for i in range(count)]
     windows = config.layer_windows(window, kinds)
-    config.ignore("classifier_activation")  # its head asks for it
+    config.ignore("classifier_activation")  # its head reads it
     positions = config.size("max_position_embeddings", 8192)
     ropes = _modern_ropes(config, hidden // heads, positions)
     bias, attention_bias = config.take("mlp_bias", bool, False), config.take("attention_bias", bool, False)
@@ -309,8 +309,8 @@ def _agreed(config: ConfigReader, name: str, older: str) -> float:
 
 
 def _modern_ropes(config: ConfigReader, head_dim: int, longest: int) -> tuple[RopeShape, RopeShape]:
-    """Of layers that see all, and of those that slide."""
-    config.choice("position_embedding_type", "absolute", "sans_pos")  # of its ancestors: it is not read
+    """For full-attention layers, and for sliding ones."""
+    config.choice("position_embedding_type", "absolute", "sans_pos")  # inherited from BERT, not read
     given: Mapping[str, Any] = config.maybe("rope_parameters", dict) or {}
     older = config.positive("global_rope_theta", 160_000.0), config.positive("local_rope_theta", 10_000.0)
     whole, local = (
@@ -334,24 +334,24 @@ FAMILIES: dict[str, Callable[[ConfigReader], EncoderSpec]] = {
     "JinaBert": read_jina_bert,
 }
 HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForPreTraining")
-"""What an architecture's name ends with; all keep the same encoder."""
+"""How an architecture's name may end; all have the same encoder."""
 
 
 WRAPPED = {
     "bert": "BertModel", "roberta": "RobertaModel", "xlm-roberta": "XLMRobertaModel", "camembert": "CamembertModel",
     "mpnet": "MPNetModel", "distilbert": "DistilBertModel", "modernbert": "ModernBertModel",
 }  # fmt: skip
-"""By `model_type`, what HF_ColBERT has below its matrix."""
+"""By `model_type`, the model that HF_ColBERT wraps."""
 
 
 def encoder_architecture(fields: Mapping[str, Any]) -> str:
-    """The architecture of config.json, of a wrapper what it wraps."""
+    """The architecture of config.json; for a wrapper, that of the wrapped model."""
     name = architecture_of(fields)
     return WRAPPED.get(str(fields.get("model_type")), name) if name == HF_COLBERT else name
 
 
 def family_of(architecture: str) -> str:
-    """The family of an architecture that is an encoder's; "" if it is none."""
+    """The family of an encoder's architecture; "" if it is none."""
     found = (name for name in FAMILIES for head in HEADS if architecture == name + head)
     return next(found, "")
 

@@ -1,4 +1,4 @@
-"""The tensors of an encoder, found below whatever prefix its checkpoint has, and judged before any is read."""
+"""The tensors of an encoder, found below whatever prefix its checkpoint uses, and checked before any is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagoda_worker.checkpoints.formats.source import CheckpointSource, Formats
 from pagoda_worker.encoders.spec import EncoderSpec, expected_tensors, linear_layers
 from pagoda_worker.kernels.quantized import FORMATS, Weight, by_rows
 
-# Heads, which whoever has a use for them asks for by name, and buffers that hold nothing.
+# Heads, which their users request by name, and buffers without information.
 BESIDE = (
     "cls.", "lm_head.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "pooler.", "classifier.",
     "pre_classifier.", "head.", "decoder.", "embeddings.position_ids", "embeddings.token_type_ids", "score.",
@@ -24,7 +24,7 @@ OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 
 @dataclass(frozen=True)
 class EncoderSource:
-    """See `checkpoints.source.Source`; what merges two halves in another order than ours is turned round."""
+    """See `checkpoints.source.Source`; swaps the halves of matrices that merge them in the opposite order."""
 
     plain: CheckpointSource
     turned: frozenset[str]
@@ -55,10 +55,10 @@ def _turned(rows: torch.Tensor) -> torch.Tensor:
 
 
 def stripped(checkpoint: Checkpoint, anchor: str) -> None:
-    """Have the checkpoint call its tensors as if the model that holds `anchor` were all of it.
+    """Rename the checkpoint's tensors as if the model that contains `anchor` were all of it.
 
     Raises:
-        CheckpointError: nothing in it ends so.
+        CheckpointError: no name ends with it.
     """
     renamed = {_new_name(name): entry for name, entry in checkpoint.entries.items()}
     found = min((name for name in renamed if name.endswith(anchor)), key=len, default=None)
@@ -72,14 +72,14 @@ def _new_name(name: str) -> str:
 
 
 def _below(entries: Mapping[str, Entry], prefix: str) -> dict[str, Entry]:
-    """Without the prefix, where they have it; what stands beside the model keeps its name."""
+    """Without the prefix, where present; tensors outside the model keep their names."""
     return {name.removeprefix(prefix): entry for name, entry in entries.items()}
 
 
 def open_encoder_source(
     checkpoint: Checkpoint, spec: EncoderSpec, quantization: str, dtype: torch.dtype, device: torch.device
 ) -> EncoderSource:
-    """Judge the checkpoint by its headers. Its entries are renamed.
+    """Check the checkpoint by its headers. Its entries are renamed.
 
     Raises:
         CheckpointError: everything about it that does not fit.

@@ -1,7 +1,7 @@
-"""An encoder as data: everything in which the families of text encoders differ, and by which names they keep it.
+"""An encoder as data: everything in which the families of text encoders differ, and the names of their tensors.
 
-A layer is attention and an MLP, each a branch that is added to its input; norms stand before the branches or after the
-sums. Positions are learned, turned by, or a bias of scores, which is learned or given.
+A layer is attention and an MLP, each a branch that is added to its input; norms come before the branches or after the
+sums. Positions are learned, rotary, or a bias of scores, which is learned or fixed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.kernels.ops import AttentionShape
 
-FARTHEST = 128  # tokens apart, beyond which MPNet's bias is the same
-BUCKETS = range(4, 4 * FARTHEST)  # of distances that it may have: with others their formula divides by 0
+FARTHEST = 128  # distance in tokens beyond which MPNet's bias is constant
+BUCKETS = range(4, 4 * FARTHEST)  # allowed bucket counts: with others the formula divides by 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Names of tensors below the model's own prefix; those of a layer follow `layer` with its number.
+    """Names of tensors below the model's own prefix; those of a layer follow `layer` and its number.
 
-    `qkv` may be one matrix of all three, `up` of a gated MLP both gate and up; `up_first`: in that one, up is above.
+    `qkv` may be one matrix of all three, `up` of a gated MLP both gate and up; `up_first`: in that one, up comes first.
     """
 
     words: str = "embeddings.word_embeddings"
@@ -42,12 +42,12 @@ class Names:
 class EncoderLayer:
     attention: AttentionShape
     rope: RopeShape | None = None
-    attention_norm: bool = True  # ModernBERT norms its embeddings, and so not the input of the first attention
+    attention_norm: bool = True  # ModernBERT norms its embeddings instead of the first attention's input
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSpec:
-    """`first_place` is where the learned positions begin in their table: RoBERTa's padding has the first lines."""
+    """`first_place` is where the learned positions start in their table: RoBERTa's first lines are for padding."""
 
     names: Names
     vocab_size: int
@@ -65,10 +65,10 @@ class EncoderSpec:
     up_bias: bool = True
     down_bias: bool = True
     num_types: int = 0
-    num_places: int = 0  # lines of the table of learned positions; 0: there is none
+    num_places: int = 0  # lines of the table of learned positions; 0: no table
     first_place: int = 0
-    num_buckets: int = 0  # of MPNet's bias by distance; 0: there is none
-    alibi: bool = False  # scores fall with the distance, as much as the head has it
+    num_buckets: int = 0  # of MPNet's bias by distance; 0: no bias
+    alibi: bool = False  # scores fall with distance, at a rate per head
 
     @property
     def biased_by_distance(self) -> bool:
@@ -76,12 +76,12 @@ class EncoderSpec:
 
     @property
     def ropes(self) -> tuple[RopeShape, ...]:
-        """All that layers turn by, each once."""
+        """The distinct rotary shapes of the layers."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
 
     @property
     def norms(self) -> list[str]:
-        """All there are."""
+        """All norms."""
         names = [self.names.embed_norm, *filter(None, [self.names.final_norm])]
         for index, layer in enumerate(self.layers):
             names += [self.in_layer(index, self.names.attention_norm)] * layer.attention_norm
@@ -112,7 +112,7 @@ def biased(spec: EncoderSpec) -> set[str]:
 
 
 def expected_tensors(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor below the prefix, less those of heads."""
+    """Name -> shape of every tensor below the prefix, without those of heads."""
     names, hidden = spec.names, spec.hidden_size
     tables = {names.words: spec.vocab_size, names.positions: spec.num_places, names.types: spec.num_types}
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size, hidden) for name, size in tables.items() if size}

@@ -1,7 +1,7 @@
-"""Architectures with a native implementation: what config.json says -> the function that reads it, loaded when needed.
+"""Architectures with a native implementation, each with the function that reads its config.json, loaded when needed.
 
-To add one: a function `read(ConfigReader) -> DecoderSpec` in `families/`, a line here, and what its files leave
-unsaid in `defaults`. What a spec cannot say needs a decoder of its own or runs through `fallback`.
+To add one: a function `read(ConfigReader) -> DecoderSpec` in `families/`, a line here, and the defaults that its files
+leave out in `defaults`. What a spec cannot express needs a decoder of its own or runs through `fallback`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a file means where it is silent, by architecture, as transformers' class of its configuration has it.
+"""Defaults of fields missing in config.json, by architecture, as in transformers' configuration classes.
 
-Only what is another than in Llama: that is in the readers. A field that is null is not silent: it has no default, and
-what it means is its reader's to know.
+Only those that differ from Llama's, which are in the readers. A field that is null is not missing: it has no default,
+and its reader decides what it means.
 """
 
 from __future__ import annotations
@@ -65,5 +65,5 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def completed(architecture: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json of this architecture says, and what it takes for granted."""
+    """The fields of this architecture's config.json, completed by its defaults."""
     return {**DEFAULTS.get(architecture, {}), **fields}

@@ -4,11 +4,11 @@ transformers lets a program register an attention function by name. Ours writes 
 from it, so the model sees packed tokens as one batch of size 1 with `position_ids`, and keeps no cache of its own. Its
 linear layers are replaced by packed ones. Everything else is the model's code.
 
-A model is taken only if that is the whole truth about it, which is checked by running it: every layer must call the
+A model is accepted only if nothing else about it matters, which is checked by running it: every layer must call the
 attention function exactly once, with no mask of its own, and the logits of a short prompt must agree with those of the
-unmodified model. They are compared in float32, whatever the weights are kept in: rounding to 16 bits moves logits as
-far as a wrong mask does, and a router to other experts. Packed layers are held against what they replace, one by one.
-Whether bits stay when a prompt is cut is found out on the way.
+unmodified model. They are compared in float32, whatever dtype the weights have: rounding to 16 bits moves logits as far
+as a wrong mask does, and may route tokens to other experts. Each packed layer is compared with the layer it replaces.
+The run also shows whether splitting a prompt changes bits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROBE_TOKENS = 12
 CUT = [7, 4, 1]
 TIMED_STEPS = 3
 AGREEMENT = 1e-3  # of the largest logit, in float32
-# Of a layer's output, in shares of the sum of the magnitudes that it adds up: the rounding of its result and some more.
+# For a layer's output, relative to the sum of the magnitudes it adds up: the rounding of its result and some more.
 PACKED_AGREEMENT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 2.0**-16}
 # Their frequencies depend on the longest row of a batch: a request's tokens would depend on its neighbours.
 MUTABLE_ROPES = ("dynamic", "longrope")
@@ -55,21 +55,21 @@ HARMLESS_ARGUMENTS = {
 
 @dataclass
 class Context:
-    """What the attention function needs beside its arguments; set for the length of one forward pass."""
+    """What the attention function needs besides its arguments; set during one forward pass."""
 
     ops: Ops
-    batches: Sequence[Batch] = ()  # as each cache's layers see it
+    batches: Sequence[Batch] = ()  # as the layers of each cache see it
     kv: Sequence[Cache] = ()
     plans: Sequence[Any] = ()  # one per cache
-    layers: Sequence[KVLayer] = ()  # where in the caches each is
+    layers: Sequence[KVLayer] = ()  # which cache and place each layer has
     calls: list[tuple[int, KVShape]] | None = None  # while probing: which layers attended, and what each keeps
 
 
 class TransformersModel:
-    """A model as the runner sees it. Its base computes hidden states; what comes after them is the causal model's."""
+    """A model as the runner sees it. Its base computes hidden states; the causal model does the rest."""
 
     def __init__(self, path: Path, ops: Ops, dtype: torch.dtype, checkpoint: Checkpoint) -> None:
-        """Raises UnsupportedConfig when the model cannot be run faithfully, naming what is in the way."""
+        """Raises UnsupportedConfig, naming the reason, if the model cannot be run faithfully."""
         config = _read_config(path)
         self.ops = ops
         self.vocab_size = int(config.vocab_size)
@@ -108,15 +108,15 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: torch.Tensor, *, slots: TokenSlots | None = None) -> torch.Tensor:
-        """hidden [R, H] -> [R, V] float32, by whatever the model does after its last layer; nothing has `slots`."""
+        """hidden [R, H] -> [R, V] float32, by the model's own code after its last layer; `slots` are not supported."""
         self._given.hidden = hidden[None]
         logits: torch.Tensor = self._causal(input_ids=hidden.new_zeros((1, len(hidden)), dtype=torch.int64)).logits[0]
         return logits.float()
 
     def _take_over(self, config: Any, dtype: torch.dtype) -> tuple[tuple[KVShape, ...], bool]:
-        """Put our attention and linear layers in place of the model's and compare with what it computed before.
+        """Replace the model's attention and linear layers by ours, and compare with what it computed before.
 
-        Returns the caches it needs, and whether cutting a prompt leaves its bits alone.
+        Returns the caches it needs, and whether splitting a prompt leaves its bits unchanged.
         """
         ids = _probe_ids(self.vocab_size, self.ops.device)
         with Widened():
@@ -166,7 +166,7 @@ class TransformersModel:
         return min(times)
 
     def _probe_groups(self, config: Any, ids: torch.Tensor, dtype: torch.dtype) -> tuple[KVShape, ...]:
-        """The groups of layers; the context is told which layer is where."""
+        """The groups of layers; also tells the context which layer is where."""
         calls: list[tuple[int, KVShape]] = []
         self._context.calls = calls
         try:
@@ -194,7 +194,7 @@ def _check_agrees(config: Any, found: torch.Tensor, expected: torch.Tensor) -> N
 
 
 class _Given(nn.Module):
-    """Stands where the base model stood and returns hidden states that are known already."""
+    """Takes the place of the base model and returns hidden states computed earlier."""
 
     hidden: torch.Tensor
 
@@ -208,7 +208,7 @@ class _Given(nn.Module):
 
 
 class _Output(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers is not typed here
-    """A base model's output that has hidden states, and nothing of what causal models look for besides."""
+    """A base model's output that has hidden states and none of the optional parts that causal models look for."""
 
     cross_attentions = shared_kv_states = None
 
@@ -225,7 +225,7 @@ class _PackedLinear(nn.Module):
         self._check(weight, bias)
 
     def _check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Raises RuntimeError unless it computes what the layer it replaces does."""
+        """Raises RuntimeError unless it computes the same as the layer it replaces."""
         x = torch.linspace(-1, 1, 2 * self.in_features, device=weight.device).view(2, -1).to(weight.dtype)
         share = PACKED_AGREEMENT[weight.dtype]
         with Widened():
@@ -280,7 +280,7 @@ def _attend(
 def _check_call(
     module: nn.Module, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, others: dict[str, Any]
 ) -> None:
-    """What our attention does not do must not be asked of it."""
+    """Reject requests for what our attention does not support."""
     unknown = sorted(
         name for name, argument in others.items() if argument is not None and name not in HARMLESS_ARGUMENTS
     )
@@ -295,7 +295,7 @@ def _check_call(
 
 
 def _check_windows(config: Any, kept: Mapping[int, KVShape]) -> None:
-    """A layer said to slide must say its window, or it would be attended in full: masks are not asked for."""
+    """A layer listed as sliding must pass its window, or it would attend to everything: masks are not used."""
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if kinds is None:
         if window and all(one.window is None for one in kept.values()):
@@ -328,7 +328,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _load(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model as transformers makes it.
+    """The model as transformers builds it.
 
     Raises:
         UnsupportedConfig: weights are missing, or it has no attention interface.
@@ -367,7 +367,7 @@ def _pack_linears(model: nn.Module, ops: Ops) -> None:
 
 
 def _probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:
-    """A fixed short prompt that stays clear of the special tokens at either end of a vocabulary."""
+    """A fixed short prompt that avoids the special tokens at either end of a vocabulary."""
     return (torch.arange(PROBE_TOKENS, device=device) * 7919 + vocab_size // 3) % max(1, vocab_size // 2)
 
 

@@ -1,11 +1,11 @@
-"""Attention over latents (arXiv 2405.04434): the cache holds what keys and values of all heads come of, once per token.
+"""Latent attention (arXiv 2405.04434): the cache holds what keys and values of all heads derive from, once per token.
 
 A head's key is W_k c and its value W_v c of the latent c; so q . (W_k c) = (W_k^T q) . c, and the weighted sum of
-values is W_v times the weighted sum of latents. Queries are brought to where the latents are, and what comes of
-attention back: one KV head for all, whose line is what turns of a key beside the latent. A value is the same line, of
-which W_v takes the latent alone: a back end that reads values as it reads keys keeps it once. It is done so in every
-step, never by keys and values that are made for a prompt: they would round otherwise, and a row's bits depend on how it
-was cut.
+values is W_v times the weighted sum of latents. Queries are mapped into the latent space, and the result of attention
+back: one KV head serves all, whose line is the latent and, beside it, the rotary part of the key. A value is the same
+line, of which W_v takes only the latent: a back end that reads values where keys lie stores it once. Every step does
+this, and none materialises keys and values for a prompt: those would round differently, and a row's bits would depend
+on how its prompt was chunked.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pagoda_worker.models.linear import Linear, Packer
 from pagoda_worker.models.norms import Norm
 from pagoda_worker.rows.slots import TokenSlots
 
-NORM_EPS = 1e-6  # whatever that of the other norms is
+NORM_EPS = 1e-6  # independent of the other norms'
 
 
 @dataclass(frozen=True)
 class Latent:
-    """`queries` are one or, with a norm between them, two; `inward` and `outward` are packed for each head."""
+    """`queries` are one or, with a norm between them, two; `inward` and `outward` are packed per head."""
 
     queries: tuple[Linear, ...]
     query_norm: Norm | None
@@ -41,7 +41,7 @@ class Latent:
     def project(
         self, x: torch.Tensor, ops: Ops, tokens: TokenSlots | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [T, H] -> queries of latents [T, Hq * D], latents, and what turns of keys: see `Ops.latent_write`."""
+        """x [T, H] -> queries of latents [T, Hq * D], latents, and the rotary part of keys: see `Ops.latent_write`."""
         query = self.queries[0].linear(x, ops, tokens)
         if self.query_norm is not None:
             query = self.queries[1].linear(self.query_norm.run(query, ops), ops, tokens)
@@ -82,10 +82,10 @@ def _norm(packer: Packer, name: str) -> Norm:
 def _by_heads(
     up: list[torch.Tensor], heads: int, shape: LatentShape, rope: RopeShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What brings a head's queries to its line [Hq, D, plain + turning], and back its values [Hq, value, D]; `up`: see
+    """The maps from a head's query to a line [Hq, D, plain + turning], and back to its value [Hq, value, D]; `up`: see
     `Names.latent_up`.
 
-    Lines are what turns, then the latent, in the order of `head_order`. What turns passes as it is.
+    A line is the rotary part, then the latent, in the order of `head_order`. The rotary part is passed through.
     """
     if len(up) == 1:
         both = up[0].view(heads, shape.plain + shape.value, shape.rank)

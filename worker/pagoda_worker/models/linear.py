@@ -1,4 +1,4 @@
-"""The linear layers of a model: matrices that read the same input are one matrix, merged here and nowhere else."""
+"""The linear layers of a model: matrices that read the same input become one matrix, merged here and nowhere else."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ class Linear:
     """One or several matrices as a back end packs them.
 
     Attributes:
-        packed: What it computes with.
-        columns: Which of the outputs are whose, by the names of the parts.
-        activation: Of gate and up, of which comes act(gate) * up, or of all outputs where nothing is `gated`; "" leaves
-            them as they are.
-        order: Which of the outputs stands at each place, if not each at its own.
-        slots: What adapters add, as the back end keeps it; None where none can.
+        packed: The packed matrix.
+        columns: The outputs of each part, by name.
+        activation: Of gate and up, giving act(gate) * up, or of all outputs if not `gated`; "" for none.
+        order: Which output is at each place, if not in the stored order.
+        slots: What adapters add, as the back end keeps it; None if adapters cannot add to it.
     """
 
     packed: Any
@@ -40,7 +39,7 @@ class Linear:
     slots: Any = None
 
     def linear(self, x: torch.Tensor, ops: Ops, tokens: TokenSlots | None = None) -> torch.Tensor:
-        """x [T, K] -> [T, N], or [T, N / 2] of gate and up; `ops` are of the back end that packed it."""
+        """x [T, K] -> [T, N], or [T, N / 2] for gate and up; `ops` must be the back end that packed it."""
         added = None if tokens is None else Added(self.slots, tokens)
         if not self.activation:
             return ops.linear(x, self.packed, added)
@@ -49,7 +48,7 @@ class Linear:
         return ops.activated_linear(x, self.packed, self.activation, added)
 
     def fill(self, slot: int, factors: Mapping[str, Factors], ops: Ops) -> None:
-        """Let the adapter of a slot add what `factors` say by the names of the parts, and nothing to the others."""
+        """Let a slot's adapter add `factors` (by part name), and nothing to the other parts."""
         ops.fill_slot(self.slots, slot, self._joined(factors) if factors else None)
 
     def _joined(self, factors: Mapping[str, Factors]) -> LowRank:
@@ -77,7 +76,7 @@ class Factors:
 
 
 class AdapterTensors(NamedTuple):
-    """What an adapter adds, by the names of matrices, and what it brings in place of the model's tensors."""
+    """What an adapter adds, by names of matrices, and the tensors it replaces in the model."""
 
     factors: Mapping[str, Factors]
     whole: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -99,8 +98,8 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Packer:
-    """Makes the linear layers of a model from a checkpoint's. `dtype`: of matrices that are not quantised alike;
-    `room`: for adapters, if there is any."""
+    """Makes the linear layers of a model from a checkpoint's. `dtype`: for matrices that are not quantised alike;
+    `room`: for adapters, if any."""
 
     ops: Ops
     source: Source
@@ -116,9 +115,9 @@ class Packer:
         order: Sequence[int] | None = None,
         segments: int = 1,
     ) -> Linear:
-        """The matrices `prefix` + part, below one another, with their biases; see `kernels.segments`.
+        """The matrices `prefix` + part, stacked, with their biases; for `segments` see `kernels.segments`.
 
-        `order`: which of the outputs stands at each place; None leaves them as they are stored.
+        `order`: which output is at each place; None keeps the stored order.
         """
         weight, bias, columns = self._joined(prefix, parts, biased, order)
         weight, segments = segmented(weight, segments)
@@ -139,7 +138,7 @@ class Packer:
         return self.ops.new_slots(packed, self.room.count, num_parts * self.room.rank, gated=gated)
 
     def pack_experts(self, prefix: str, names: Names, moe: MoeShape) -> Any:
-        """Gate and up, and down, of all experts of a layer, and what decides about them besides its router."""
+        """Gate and up, and down, of all experts of a layer, and what biases their choice besides the router."""
         count = moe.routing.experts
         favour = self.source.exact(prefix + names.favour) if moe.favour else None
         if "{}" in names.expert_down:
@@ -157,7 +156,7 @@ class Packer:
         return Expert(*matrices, up_bias, self.source.tensor(f"{down}.bias"))
 
     def _stacked_experts(self, prefix: str, names: Names, moe: MoeShape) -> Iterator[Expert]:
-        """Of tensors with those of all."""
+        """From tensors that hold the matrices of all experts."""
 
         def apart(rows: torch.Tensor) -> torch.Tensor:
             return torch.cat((rows[::2], rows[1::2])) if names.expert_turns else rows

@@ -16,7 +16,7 @@ from pagoda_worker.rows.slots import TokenSlots
 
 class Branch(Protocol):
     def run(self, x: torch.Tensor, ops: Ops, tokens: TokenSlots | None = None) -> torch.Tensor:
-        """x [T, H] -> [T, H]; `tokens` says which have what adapter."""
+        """x [T, H] -> [T, H]; `tokens` gives each token's adapter slot."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -44,7 +44,7 @@ class Moe:
         return ops.moe(x, logits, self.experts, self.shape.routing, self.shape.activation, beside)
 
     def _by_inputs(self, x: torch.Tensor, logits: torch.Tensor, ops: Ops, beside: Beside | None) -> torch.Tensor:
-        """A pass for each rank, with inputs that its weights were multiplied with, beside what came of the one before.
+        """One pass per rank, on inputs multiplied by that rank's weights, added to the result of the pass before.
 
         Published models choose one expert, whose weight is then 1.
         """
@@ -61,7 +61,7 @@ class Moe:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Experts have no place for adapters."""
+        """Experts take no adapters."""
         return () if self.shared is None else self.shared.linears
 
 

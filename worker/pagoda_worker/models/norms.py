@@ -1,4 +1,4 @@
-"""The norms of a model: of the stream where a branch leaves it, of a branch where it comes back, and of heads."""
+"""The norms of a model: of the stream where a branch reads it, of a branch's output, and of heads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Take = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Norm:
-    """Over the hidden size. `weight` and `bias` [H] float32; `centred`: the mean is taken away first.
+    """Over the hidden size. `weight` and `bias` [H] float32; `centred`: the mean is subtracted first.
 
-    `instead` are those of adapters, by slot: of what is normed for all, their tokens' is normed again by theirs.
+    `instead` are adapters' norms, by slot: tokens of these adapters are normed again, by their own norm.
     """
 
     weight: torch.Tensor
@@ -55,10 +55,10 @@ class Norm:
 
 
 def load_norm(spec: DecoderSpec, take: Take, name: str, of_stream: bool, scale: float = 1.0) -> Norm:
-    """`scale`: of what comes out.
+    """`scale`: of the output.
 
-    The stream of a model that scales its branches is kept divided by that scale: branches are then added as they are,
-    and a norm of the stream gives the same with an eps that is divided as well.
+    If a model scales its branches, its stream is kept divided by that scale: branches are then added as they are, and a
+    norm of the stream gives the same result with eps divided by the scale's square.
     """
     weight = (take(f"{name}.weight").float() + spec.norm_offset) * scale
     bias = take(f"{name}.bias").float() * scale if spec.norm_bias else None
@@ -69,8 +69,8 @@ def load_norm(spec: DecoderSpec, take: Take, name: str, of_stream: bool, scale: 
 def load_head_norm(
     spec: DecoderSpec, layer: LayerSpec, take: Take, index: int, device: torch.device
 ) -> HeadNorm | None:
-    """The norm of query and key heads, in the order of dimensions in which they are turned."""
-    if layer.unit_heads:  # they are as long turned as unturned, so it does not matter which is first
+    """The norm of query and key heads, in the order of dimensions used for rotation."""
+    if layer.unit_heads:  # rotation keeps their length, so the order does not matter
         heads = layer.attention.num_heads + layer.attention.num_kv_heads
         return HeadNorm(weight=torch.ones(heads, layer.attention.head_dim, device=device), eps=spec.norm_eps)
     if not spec.head_norms and not spec.width_norms:

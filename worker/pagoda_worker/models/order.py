@@ -1,4 +1,4 @@
-"""In which order the rows of merged queries, keys and values have to stand, where a checkpoint has another."""
+"""The order of rows in merged queries, keys and values, where a checkpoint stores them differently."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pagoda_worker.checkpoints.spec import LayerSpec
 
 
 def qkv_order(layer: LayerSpec, grouped: bool) -> list[int] | None:
-    """Which stored row stands at each place: all query heads, all keys, all values. None: they are stored so.
+    """Which stored row is at each place: all query heads, all keys, all values. None: they are stored in this order.
 
     `grouped`: see `Names`. The dimensions of query and key heads are put in the order of `head_order`.
     """

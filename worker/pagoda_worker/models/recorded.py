@@ -1,4 +1,4 @@
-"""A decoder whose steps are recorded the first time it meets a cache, where the back end can record.
+"""A decoder whose steps are recorded when it first sees a cache, if the back end can record.
 
 The op-by-op path stays: it is what is recorded, what other back ends run, and the oracle of the recordings.
 """
@@ -32,12 +32,12 @@ class Recorded:
         self._runs: dict[tuple[str, bool], Run | None] = {}
 
     def forward(self, batch: Batch, kv: Any) -> torch.Tensor:
-        """Hidden states [T, H] of the batch; where recorded, valid until the next call."""
+        """Hidden states [T, H] of the batch; if recorded, valid until the next call."""
         run = self._recorded("forward", batch, kv)
         return self._decoder.forward(batch, kv) if run is None else run(batch)[0]
 
     def decoded(self, batch: Batch, kv: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Hidden states and logits of a step whose every token is sampled from, in one call, valid until the next.
+        """Hidden states and logits of a step that samples from every token, in one call, valid until the next.
 
         None: it is no such step, or the back end cannot record it.
         """
@@ -50,8 +50,8 @@ class Recorded:
         return hidden, logits
 
     def _recorded(self, what: str, batch: Batch, kv: Any) -> Run | None:
-        """The recording for such batches. Those of which a row has an adapter have one of their own, so that the others
-        pay nothing for them; none, where one puts something in place of the model's own."""
+        """The recording for such batches. Batches with adapters have a separate one, so that the others pay nothing for
+        them; None if an adapter replaces a tensor of the model."""
         if self._decoder.replaced(batch.slots) is not None:
             return None
         if kv is not self._kv:
@@ -66,7 +66,7 @@ class Recorded:
 
         def compute(ops: Ops, batch: Batch, cache: Any) -> tuple[torch.Tensor, ...]:
             by = decoder.on(ops)
-            slots = slots_of(0, batch.num_tokens, ops.device) if adapted else None  # only that there are any
+            slots = slots_of(0, batch.num_tokens, ops.device) if adapted else None  # only their presence matters
             hidden = by.forward(replace(batch, slots=slots), cache)
             return (hidden, by.logits(hidden, slots=slots)) if decodes else (hidden,)
 
@@ -74,7 +74,7 @@ class Recorded:
 
 
 class Reading(Protocol):
-    """A model of which hidden states are all that is asked."""
+    """A model that only computes hidden states."""
 
     ops: Ops
 
@@ -84,7 +84,7 @@ class Reading(Protocol):
 
 
 class RecordedReader:
-    """The same of a model that reads. `max_tokens`: most of a step."""
+    """The same for a model that reads. `max_tokens`: most of a step."""
 
     def __init__(self, model: Reading, max_tokens: int) -> None:
         self.kv_groups: tuple[KVShape, ...] = getattr(model, "kv_groups", ())
@@ -94,7 +94,7 @@ class RecordedReader:
         self._forward: Run | None = None
 
     def forward(self, batch: Batch, kv: Any) -> torch.Tensor:
-        """Hidden states [T, H] of the batch; where recorded, valid until the next call."""
+        """Hidden states [T, H] of the batch; if recorded, valid until the next call."""
         if kv is not self._kv:
             model = self._model
             self._kv = kv
@@ -104,5 +104,5 @@ class RecordedReader:
         return self._model.forward(batch, kv) if self._forward is None else self._forward(batch)[0]
 
     def logits(self, hidden: torch.Tensor, *, slots: TokenSlots | None = None) -> torch.Tensor:
-        """Raises TypeError: it continues nothing."""
+        """Raises TypeError: it does not generate."""
         raise TypeError("a model that reads has no logits")

@@ -1,4 +1,4 @@
-"""What a model keeps for every position of a row, before it has read one: no more than there is memory for."""
+"""Tables with an entry per position of a row, allocated before any row is read, within the available memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from pagoda_worker.checkpoints.rope import RopeShape, RotaryTable
 from pagoda_worker.device.available import GIB, available_bytes
 
-SHARE = 0.5  # of what is available: weights come after them
+SHARE = 0.5  # of available memory: weights are loaded after them
 
 
 class TooManyPositions(ValueError):
@@ -19,7 +19,7 @@ class TooManyPositions(ValueError):
 def rotary_tables(
     shapes: Sequence[RopeShape], max_positions: int, device: torch.device, others: int = 0
 ) -> list[RotaryTable]:
-    """A table for each shape. `others`: bytes per position of tables that are made beside them.
+    """A table for each shape. `others`: bytes per position of further tables.
 
     Raises:
         TooManyPositions: before anything is allocated.

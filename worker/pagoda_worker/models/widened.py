@@ -1,4 +1,4 @@
-"""Somebody else's code computed in float32, whatever its weights are kept in."""
+"""Runs other people's code in float32, whatever dtype its weights have."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ SHORT = (torch.bfloat16, torch.float16)
 
 
 class Widened(TorchFunctionMode):
-    """Whatever is computed meanwhile is computed in float32: 16-bit operands are widened as they are used.
+    """A mode in which everything is computed in float32: 16-bit operands are widened as they are used.
 
-    Weights are widened one operation at a time, so a model takes hardly more memory than it does anyway.
+    Weights are widened one operation at a time, so a model takes hardly any extra memory.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") == "__get__":  # an attribute of a tensor, its dtype among them
+        if getattr(func, "__name__", "") == "__get__":  # an attribute of a tensor, such as its dtype
             return _wide(func(*args, **(kwargs or {})), of_tensors=False)
         return func(*tree_map(_wide, args), **tree_map(_wide, kwargs or {}))
 

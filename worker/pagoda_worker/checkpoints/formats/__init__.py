@@ -1,9 +1,7 @@
-"""Quantised checkpoints: which method config.json names, and what each method stores in place of a matrix.
-
-A method says for every linear layer how it is packed, or that it is not. What a packing stores is checked by headers
-like any other tensor, and comes down to `QuantizedWeight`, or is widened. To add one: a function
-`read(fields, where) -> Layout` and a line in `METHODS`.
-"""
+"""Quantised checkpoints: the method that config.json names, and what each method stores in place of a matrix. A method
+says for every linear layer how it is packed, or that it is not. Tensors of a packing are checked by their headers like
+any other, and become a `QuantizedWeight`, or are widened. To add a method: a function `read(fields, where) -> Layout`
+and a line in `METHODS`."""
 
 from __future__ import annotations
 
@@ -29,10 +27,10 @@ METHODS: dict[str, Callable[[dict[str, Any], str], Layout]] = {
 
 
 def read_layout(fields: dict[str, Any]) -> Layout | None:
-    """What `quantization_config` of config.json says; None where there is none.
+    """The layout named by `quantization_config` of config.json; None if there is none.
 
     Raises:
-        UnsupportedConfig: a method, a version or an option of it that is not loaded; the message names the field.
+        UnsupportedConfig: an unsupported method, or version or option of it; the message names the field.
     """
     value = fields.get(FIELD)
     if not value:

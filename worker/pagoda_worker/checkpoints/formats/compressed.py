@@ -27,7 +27,7 @@ INT, PACKED, MIXED = "int-quantized", "pack-quantized", "mixed-precision"
 EXPRESSION = "re:"
 LINEAR_CLASS = "Linear"
 HARMLESS = {"quant_method", "global_compression_ratio", "version", "sparsity_config"}
-# How the numbers were found, and dtypes that the headers say again.
+# How the numbers were found, and dtypes that the headers repeat.
 HARMLESS_ARGUMENTS = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 
 
@@ -89,7 +89,7 @@ class WordPacking:
 
 
 def _above_middle(whole: torch.Tensor) -> torch.Tensor:
-    """int8 -> uint8, 128 higher"""
+    """int8 -> uint8, plus 128"""
     return whole.contiguous().view(torch.uint8) ^ 0x80
 
 
@@ -210,5 +210,5 @@ def _matches(linear: str, pattern: str) -> bool:
 
 
 def _rank(target: str) -> int:
-    """A layer's own name counts more than an expression, and that more than the class."""
+    """A layer's own name outranks an expression, which outranks the class."""
     return 2 if target == LINEAR_CLASS else 1 if target.startswith(EXPRESSION) else 0

@@ -1,7 +1,7 @@
-"""Floats of 8 bits (E4M3) with a scale for each block of a matrix, as DeepSeek's and Qwen's own checkpoints have them.
+"""8-bit floats (E4M3) with a scale for each block of a matrix, as in DeepSeek's and Qwen's own checkpoints.
 
     weight           [N, K] float8
-    weight_scale_inv [ceil(N / rows), ceil(K / columns)]: what the floats of a block are times
+    weight_scale_inv [ceil(N / rows), ceil(K / columns)]: factors of the floats of a block
 
 There are no kernels for them, so matrices are widened, which takes twice their bytes.
 """
@@ -50,10 +50,8 @@ def read_fp8(fields: dict[str, Any], where: str) -> Layout:
     """Raises UnsupportedConfig: a field with a meaning that is not implemented."""
     reader = ConfigReader(fields, where, {"quant_method"}, {"dequantize": (None, False)})
     reader.choice("fmt", "e4m3")
-    reader.choice(
-        "scale_fmt", "float", "ue8m0"
-    )  # of inputs; what there is for weights is stored in float32 all the same
-    reader.choice("activation_scheme", "dynamic")  # inputs are taken as they are
+    reader.choice("scale_fmt", "float", "ue8m0")  # of inputs; weight scales are stored in float32 regardless
+    reader.choice("activation_scheme", "dynamic")  # inputs are not rounded
     block = reader.take("weight_block_size", list)
     if len(block) != 2 or not all(type(size) is int for size in block):
         raise UnsupportedConfig(f"{where}: 'weight_block_size' must be two sizes, got {shown(block)}")

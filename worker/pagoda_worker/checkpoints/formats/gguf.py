@@ -1,7 +1,7 @@
-"""GGUF: every matrix lies in blocks of the kind that its own header names; see `checkpoints.blocks`.
+"""GGUF: every matrix consists of blocks of the kind that its own header names; see `checkpoints.blocks`.
 
-What has a scale for 32 levels and no minimum becomes our levels as it is. All else is widened and rounded to int8 in
-groups of 32, which takes about half the bytes of bfloat16.
+Blocks with one scale per 32 levels and no minimum become our levels unchanged. All others are widened and rounded to
+int8 in groups of 32, which takes about half the bytes of bfloat16.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BlockPacking:
 
     @property
     def form(self) -> Format:
-        """Of 4 bits the inputs are not rounded, unless `quantization` says so, as with other checkpoints."""
+        """With 4 bits, activations are not rounded unless `quantization` asks for it, as with other checkpoints."""
         levels = BLOCKS[self.kind].levels
         if levels is None or levels.bits == 8:
             return ROUNDED
@@ -61,7 +61,7 @@ class BlockPacking:
 
 
 def block_layout(entries: Mapping[str, Entry]) -> Layout | None:
-    """How the matrices among these lie; None where none lies in blocks."""
+    """The layout of these matrices; None if none is in blocks."""
 
     def packing_of(linear: str) -> Packing | None:
         entry = entries.get(f"{linear}.weight")
@@ -71,7 +71,7 @@ def block_layout(entries: Mapping[str, Entry]) -> Layout | None:
 
 
 def rounding_remark(entries: Mapping[str, Entry], linears: Mapping[str, tuple[int, int]]) -> str:
-    """What is said of matrices that the kernels cannot hold as they are; "" where there is none."""
+    """A remark on matrices that the kernels cannot hold as they are; "" if there are none."""
     found = [entry for name in linears if (entry := entries.get(f"{name}.weight")) is not None]
     rounded = [entry for entry in found if entry.dtype in BLOCKS and BLOCKS[entry.dtype].levels is None]
     if not rounded:

@@ -31,7 +31,7 @@ from pagoda_worker.checkpoints.formats.layout import (
 from pagoda_worker.checkpoints.names import HEADS
 from pagoda_worker.kernels.quantized import Format, QuantizedWeight
 
-# How the weights were found; nothing that says how they are stored.
+# How the weights were found; nothing about how they are stored.
 HARMLESS = {
     "quant_method", "sym", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "mse",
     "tokenizer", "dataset", "meta", "backend", "model_name_or_path", "model_file_base_name", "block_name_to_quantize",
@@ -48,7 +48,7 @@ class GptqPacking:
     where: str
     form: Format
     zeros_minus_one: bool
-    reordered: bool  # as config.json says: then g_idx must be there to deny it
+    reordered: bool  # according to config.json: then g_idx must be there to disprove it
 
     def tensors(self, linear: str, shape: tuple[int, int]) -> dict[str, Wanted]:
         bits, (n, k) = self.form.bits, shape

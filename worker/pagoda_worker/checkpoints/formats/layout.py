@@ -1,4 +1,4 @@
-"""What all methods share: a layout names a packing for each linear layer, a packing names and reads its tensors."""
+"""Common to all methods: a layout names a packing for each linear layer, a packing names and reads its tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WORD_BITS = 32
 
 @dataclass(frozen=True)
 class Stored:
-    """What a checkpoint has of one linear layer. `shape`: [outputs N, inputs K] of its matrix."""
+    """A checkpoint's tensors of one linear layer. `shape`: [outputs N, inputs K] of its matrix."""
 
     linear: str
     shape: tuple[int, int]
     names: Container[str]
-    take: Callable[[str], torch.Tensor]  # name -> the tensor as it is stored
+    take: Callable[[str], torch.Tensor]  # name -> the tensor as stored
 
     def __contains__(self, suffix: str) -> bool:
         return f"{self.linear}.{suffix}" in self.names
@@ -36,38 +36,38 @@ class Packing(Protocol):
 
     @property
     def form(self) -> Format:
-        """Of what is read."""
+        """Of what `read` returns."""
 
     def tensors(self, linear: str, shape: tuple[int, int]) -> dict[str, Wanted]:
         """Suffix -> what the header of that tensor must say, for a matrix [N, K].
 
         Raises:
-            UnsupportedConfig: a matrix of this shape cannot be packed so.
+            UnsupportedConfig: a matrix of this shape cannot be packed like this.
         """
 
     def faults(self, stored: Stored) -> list[str]:
-        """What the small tensors hold that contradicts the headers, which are known to be right.
+        """Contradictions between the small tensors and the headers, which are known to be right.
 
         Raises:
-            UnsupportedConfig: they ask for something that is not loaded.
+            UnsupportedConfig: they ask for something unsupported.
         """
 
     def read(self, stored: Stored) -> Weight:
-        """In float32, if it is widened. Headers and faults have been looked at before."""
+        """In float32, if it is widened. Headers and faults have been checked before."""
 
 
 class StackPacking(Protocol):
-    """How tensors are stored that hold the matrices of all experts of a layer, [experts E, outputs N, inputs K]."""
+    """How tensors with the matrices of all experts of a layer are stored, [experts E, outputs N, inputs K]."""
 
     @property
     def form(self) -> Format:
-        """Of what is read."""
+        """Of what `read` returns."""
 
     def tensors(self, name: str, shape: tuple[int, int, int]) -> dict[str, Wanted]:
-        """What stands in place of the tensor, and what the headers must say. Raises as `Packing.tensors` does."""
+        """The tensors stored instead, with the required headers. Raises as `Packing.tensors` does."""
 
     def read(self, name: str, take: Callable[[str], torch.Tensor]) -> Iterator[QuantizedWeight]:
-        """Expert by expert; `take` gives a tensor as it is stored."""
+        """Expert by expert; `take` gives a tensor as stored."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class Layout:
     """One method's description of a checkpoint."""
 
     method: str
-    packing_of: Callable[[str], Packing | None]  # of a linear layer by name; None: it is stored as it is
+    packing_of: Callable[[str], Packing | None]  # of a linear layer by name; None: it is stored plain
     stacks: StackPacking | None = None
 
 
 def num_groups(where: str, shape: tuple[int, int], group: int) -> int:
-    """Raises UnsupportedConfig if the groups do not come out even."""
+    """Raises UnsupportedConfig if the groups do not divide the inputs evenly."""
     if not group:
         return 1
     if shape[1] % group:

@@ -1,4 +1,4 @@
-"""A checkpoint as a source of weights: taken as they are, unpacked, or quantised on the way."""
+"""A checkpoint as a source of weights: stored as they are, unpacked, or quantised during loading."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from pagoda_worker.kernels.quantized import FORMATS, Format, Weight, dequantize,
 # At 4 bits the output matrix costs more accuracy than its bytes are worth: its errors go straight into the logits.
 # llama.cpp keeps it wider than the layers, too.
 HEAD_FORMAT = FORMATS["int8"]
-ROUNDED_AT_ONCE = 1 << 19  # elements of a matrix that are quantised together: as many as a cache holds in float32
+ROUNDED_AT_ONCE = 1 << 19  # elements quantised together: as many as a cache holds in float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Formats:
-    """In which format each matrix comes, found out from config.json and the options before anything is read."""
+    """The format of each matrix, determined from config.json and the options before anything is read."""
 
     packings: Mapping[str, Packing] = field(default_factory=dict)  # by linear layer
     stacks: Mapping[str, StackPacking] = field(default_factory=dict)  # by tensor
     layers: Format | None = None  # what the matrices of the layers are quantised to
-    activation_bits: int | None = None  # instead of what the packings say
+    activation_bits: int | None = None  # overrides that of the packings
 
     @property
     def forms(self) -> set[Format]:
@@ -59,7 +59,7 @@ def describe(form: Format) -> str:
 
 
 def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) -> Formats:
-    """What the checkpoint's layout and the option `quantization` come to.
+    """The formats that the checkpoint's layout and the option `quantization` result in.
 
     Raises:
         UnsupportedConfig: they contradict each other.
@@ -89,7 +89,7 @@ def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSource:
-    """See models.source.Source. Made by `open_source`, which has checked everything first.
+    """See `checkpoints.source.Source`. Made by `open_source`, which has checked everything first.
 
     Attributes:
         head: The output matrix.
@@ -121,7 +121,7 @@ class CheckpointSource:
         return self._rounded(stored.t().contiguous() if name in self.transposed else stored, form)
 
     def widened(self, name: str) -> torch.Tensor:
-        """What the option would quantise is left as it is."""
+        """Does not apply the option `quantization`."""
         packing = self.formats.packings.get(name)
         if packing is None:
             return self.tensor(f"{name}.weight")
@@ -152,11 +152,11 @@ class CheckpointSource:
 def open_source(
     checkpoint: Checkpoint, spec: DecoderSpec, formats: Formats, dtype: torch.dtype, device: torch.device
 ) -> CheckpointSource:
-    """Judge the checkpoint by its headers and its smallest tensors.
+    """Check the checkpoint by its headers and its smallest tensors.
 
     Raises:
         CheckpointError: everything about it that does not fit.
-        UnsupportedConfig: it asks for something that is not loaded.
+        UnsupportedConfig: it asks for something unsupported.
     """
     shapes, plain = linear_layers(spec), expected_tensors(spec)
     wanted = {name: Wanted(shape) for name, shape in plain.items()}

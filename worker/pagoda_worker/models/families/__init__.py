@@ -1,1 +1,1 @@
-"""Families of decoders as data: what config.json of each says, and what each calls its tensors."""
+"""Families of decoders as data: the fields of their config.json, and the names of their tensors."""

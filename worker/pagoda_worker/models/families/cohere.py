@@ -1,6 +1,6 @@
-"""Cohere Command R and R7B: one LayerNorm before attention and MLP, which both add to the stream; neighbours turn.
+"""Cohere Command R and R7B: one LayerNorm before parallel attention and MLP; rotary pairs are neighbours.
 
-In the second generation (arXiv 2504.00698) layers that see all turn nothing, and the others slide.
+In the second generation (arXiv 2504.00698), layers with full attention have no rotation, and the others slide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagoda_worker.models.families.llama import attention_of, common_fields, lay
 
 NAMES = Names(norms={"attention": "input_layernorm"})
 ROPE = RopeDefaults(interleaved=True)
-# What older exports say of themselves, and what it must be.
+# Fields of older exports, and the values they must have.
 SAID = {
     "use_parallel_block": True,
     "use_gated_activation": True,
@@ -31,7 +31,7 @@ def _cohere(config: ConfigReader, windows: Sequence[int | None], *ropes: RopeSha
     for field, value in SAID.items():
         config.choice(field, value)
     common = common_fields(config, eps="layer_norm_eps")
-    reach = config.size("model_max_length", common["max_positions"])  # for which Command R was trained
+    reach = config.size("model_max_length", common["max_positions"])  # Command R's trained length
     return DecoderSpec(
         **common | {"max_positions": reach},
         names=NAMES,
@@ -55,7 +55,7 @@ def read_cohere2(config: ConfigReader) -> DecoderSpec:
     period = config.size("sliding_window_pattern", 4)
     config.choice("layer_switch", period)
     config.choice("rotary_pct", 1.0, 1)
-    config.ignore("use_parallel_embedding")  # over devices, of whoever trained it
+    config.ignore("use_parallel_embedding")  # parallelism over devices in training
     layers = range(config.size("num_hidden_layers"))
     kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in layers]
     return _cohere(config, config.layer_windows(config.size("sliding_window"), kinds), None, rope)

@@ -1,6 +1,6 @@
-"""DeepSeek V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): attention over latents, and experts in groups.
+"""DeepSeek V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, and experts in groups.
 
-GLM-4.7-Flash is a V3 whose file says of every layer what it is.
+GLM-4.7-Flash is a V3 whose file states the kind of every layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARED: dict[str, Any] = {
 NAMES = Names(**SHARED)
 NAMES_FUSED = Names(**SHARED, **FUSED)
 NAMES_APART = Names(**SHARED, latent_up=("self_attn.k_b_proj", "self_attn.v_b_proj"))
-# What transformers writes beside the fields that say it, and what only training reads.
+# Fields that transformers derives from others, and fields for training only.
 REPEATED = ("head_dim", "qk_head_dim", "num_key_value_heads", "ep_size", "aux_loss_alpha", "seq_aux")
 
 
@@ -44,7 +44,7 @@ def read_deepseek_v3(config: ConfigReader) -> DecoderSpec:
 
 
 def grouped_routing(config: ConfigReader, *, sigmoid: bool, grouped: bool = True) -> Routing:
-    """Of experts that are `n_routed_experts`; a group of those with sigmoids is as good as its best two."""
+    """Routing over `n_routed_experts`; with sigmoids, a group's score is that of its best two experts."""
     plain = experts_of(config, "n_routed_experts")
     groups, chosen_groups = config.maybe_size("n_group") or 1, config.maybe_size("topk_group") or 1
     size, rest = divmod(plain.experts, groups)
@@ -67,7 +67,7 @@ def grouped_routing(config: ConfigReader, *, sigmoid: bool, grouped: bool = True
 
 
 def behind_dense(config: ConfigReader, layers: tuple[LayerSpec, ...], routing: Routing) -> tuple[LayerSpec, ...]:
-    """With experts, and an MLP that every token passes, in all but the first layers."""
+    """All but the first layers with experts, and an MLP that every token passes."""
     config.choice("moe_layer_freq", 1)
     width, activation = config.size("moe_intermediate_size"), config.activation("hidden_act")
     shared = config.maybe("n_shared_experts", int)
@@ -83,7 +83,7 @@ def behind_dense(config: ConfigReader, layers: tuple[LayerSpec, ...], routing: R
 
 
 def _dense_layers(config: ConfigReader, layers: int) -> int:
-    """How many there are before those with experts: by their number, or by the kind of every layer."""
+    """The number of dense layers before those with experts: from a number, or from the kind of every layer."""
     first, kinds = config.take("first_k_dense_replace", int, 0), config.maybe("mlp_layer_types", list)
     if kinds is None:
         return first
@@ -96,7 +96,7 @@ def _dense_layers(config: ConfigReader, layers: int) -> int:
 
 
 def guessing_layers(config: ConfigReader) -> int:
-    """By either name, how many layers that guess tokens a checkpoint may have behind the others."""
+    """By either name, how many multi-token prediction layers a checkpoint may have after the others."""
     counts = [config.maybe(name, int) or 0 for name in ("num_nextn_predict_layers", "num_mtp_layers")]
     return min(max(0, *counts), 16)
 
@@ -141,7 +141,7 @@ def _latent_shape(config: ConfigReader) -> LatentShape:
 
 
 def _scale(config: ConfigReader, shape: LatentShape, rope: RopeShape) -> float:
-    """Of scores; a longer reach sharpens them."""
+    """Of attention scores; a longer context sharpens them."""
     plain = float((shape.plain + shape.turning) ** -0.5)
     scaling = config.maybe("rope_parameters", dict) or config.maybe("rope_scaling", dict) or {}
     sharpened = scaling.get("mscale_all_dim")

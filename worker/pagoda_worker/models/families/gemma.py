@@ -1,8 +1,8 @@
 """Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786).
 
 All scale embeddings by sqrt(hidden size) and store norm weights minus one. The later two norm each branch before and
-after, and let local layers alternate with global ones. Gemma 2 caps scores and logits; Gemma 3 norms heads and turns
-its local and global layers by different angles.
+after, and alternate local and global layers. Gemma 2 caps scores and logits; Gemma 3 norms heads and uses different
+rotary angles for local and global layers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _gemma_fields(config: ConfigReader) -> dict[str, Any]:
 def _layers(
     config: ConfigReader, period: int, ropes: Callable[[ConfigReader, int], Sequence[RopeShape]]
 ) -> tuple[LayerSpec, ...]:
-    """Every `period`-th layer is global; `ropes` of a head size are the global layers' and, if another, the others'."""
+    """Every `period`-th layer is global; `ropes` gives the global layers' rope and, if different, the local layers'."""
     attention = replace(
         attention_of(config),
         scale=config.positive("query_pre_attn_scalar", 256.0) ** -0.5,
@@ -58,7 +58,7 @@ def _layers(
 
 def read_gemma(config: ConfigReader) -> DecoderSpec:
     attention = attention_of(config)
-    # The first releases say gelu and mean what all others call by its name.
+    # The first releases say gelu but mean the tanh approximation, which all others name.
     activation = config.activation("hidden_activation", "hidden_act", known=GATED | {"gelu": "gelu_tanh"})
     mlp = MlpShape(width=config.size("intermediate_size"), activation=activation)
     windows = (None,) * config.size("num_hidden_layers")
@@ -83,7 +83,7 @@ def _gemma3(config: ConfigReader) -> DecoderSpec:
 
 
 def read_gemma3_text(config: ConfigReader) -> DecoderSpec:
-    """Without what makes logits. EmbeddingGemma (arXiv 2509.20354) sees both ways, half of a window each."""
+    """The model without its output matrix. EmbeddingGemma (arXiv 2509.20354) attends both ways, half a window each."""
     spec = _gemma3(config)
     if not config.take("use_bidirectional_attention", bool, False):
         return spec

@@ -1,6 +1,6 @@
-"""GLM-4 (arXiv 2406.12793): half of every head turns, by neighbouring pairs; the 0414 models norm branches twice.
+"""GLM-4 (arXiv 2406.12793): half of every head rotates, in neighbouring pairs; the 0414 models norm branches twice.
 
-GLM-4.5 (arXiv 2508.06471) has experts, and halves that turn with one another as in most families.
+GLM-4.5 (arXiv 2508.06471) has experts, and rotates halves with one another like most families.
 """
 
 from __future__ import annotations

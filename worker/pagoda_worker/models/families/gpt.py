@@ -1,4 +1,4 @@
-"""Decoders before Llama: LayerNorm with biases, MLPs without a gate, and positions that are turned or learned."""
+"""Decoders before Llama: LayerNorm with biases, MLPs without a gate, and rotary or learned positions."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def read_gpt2(config: ConfigReader) -> DecoderSpec:
 
 
 def read_opt(config: ConfigReader) -> DecoderSpec:
-    """OPT (arXiv 2205.01068), but for the 350M model, which norms behind its branches."""
-    config.ignore("prefix")  # of a prompt, which its tokenizer puts there
+    """OPT (arXiv 2205.01068), except the 350M model, which has its norms after the branches."""
+    config.ignore("prefix")  # a prefix for prompts, which its tokenizer adds
     config.choice("do_layer_norm_before", True)
     config.choice("layer_norm_elementwise_affine", True)
     config.choice("word_embed_proj_dim", hidden := config.size("hidden_size"))
@@ -103,7 +103,7 @@ def read_opt(config: ConfigReader) -> DecoderSpec:
 
 
 def read_falcon(config: ConfigReader) -> DecoderSpec:
-    """Falcon (arXiv 2311.16867), but for the models that have ALiBi instead of positions."""
+    """Falcon (arXiv 2311.16867), except the models with ALiBi instead of positions."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     bias, newer = config.take("bias", bool, False), config.take("new_decoder_architecture", bool, False)
     one_kv, kv_heads = config.take("multi_query", bool, True), config.size("num_kv_heads", heads)

@@ -14,7 +14,7 @@ def read_granite(config: ConfigReader) -> DecoderSpec:
 
 
 def scaled(config: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
-    """With the multipliers of the file."""
+    """The spec with the multipliers of the file."""
     scale = config.positive("attention_multiplier", 1.0)
     return replace(
         spec,

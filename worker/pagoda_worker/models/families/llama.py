@@ -14,7 +14,7 @@ from pagoda_worker.kernels.ops import AttentionShape
 
 
 def common_fields(config: ConfigReader, eps: str = "rms_norm_eps") -> dict[str, Any]:
-    """What all families here spell alike, but for the field of `eps`."""
+    """Fields that all families here name alike, except that of `eps`."""
     return {
         "vocab_size": config.size("vocab_size"),
         "hidden_size": config.size("hidden_size"),
@@ -25,7 +25,7 @@ def common_fields(config: ConfigReader, eps: str = "rms_norm_eps") -> dict[str, 
 
 
 def attention_of(config: ConfigReader) -> AttentionShape:
-    """Of every layer, but for its window. Heads without a size of their own share out the hidden size."""
+    """For every layer, without its window. Without a head size of their own, heads divide the hidden size evenly."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     return attention_shape(hidden, heads, config.size("num_key_value_heads", heads), config.maybe_size("head_dim"))
 
@@ -44,12 +44,12 @@ def _even_share(hidden: int, heads: int) -> int:
 
 
 def mlp_of(config: ConfigReader, *activations: str, bias: bool = False) -> MlpShape:
-    """Of every layer; `activations` are the fields that may name one."""
+    """For every layer; `activations` are the fields that may name one."""
     return MlpShape(width=config.size("intermediate_size"), activation=config.activation(*activations), bias=bias)
 
 
 def ungated_mlp(config: ConfigReader, width: int, activation: str, default: str, bias: bool) -> MlpShape:
-    """Of every layer; `activation` is the field that may name one."""
+    """For every layer; `activation` is the field that may name one."""
     kind = config.activation(activation, known=UNGATED, default=default)
     return MlpShape(width=width, activation=kind, bias=bias, gated=False)
 
@@ -57,7 +57,7 @@ def ungated_mlp(config: ConfigReader, width: int, activation: str, default: str,
 def layers_of(
     windows: Sequence[int | None], attention: AttentionShape, mlp: MlpShape, *ropes: RopeShape | None
 ) -> tuple[LayerSpec, ...]:
-    """A layer per window, alike but for that; of two `ropes` those that slide turn by the second."""
+    """A layer per window, otherwise alike; of two `ropes`, sliding layers use the second."""
     return tuple(
         LayerSpec(attention=replace(attention, window=window), rope=ropes[0 if window is None else -1], mlp=mlp)
         for window in windows

@@ -18,7 +18,7 @@ from pagoda_worker.models.families.llama import attention_of, common_fields, lay
 from pagoda_worker.models.families.qwen import read_qwen2, read_qwen3
 
 MOST_EXPERTS = 1024
-MOST_IN_ALL = 2**16  # in all layers: each has names of its own, which are listed before a checkpoint is looked at
+MOST_IN_ALL = 2**16  # over all layers: each has names of its own, which are listed before a checkpoint is read
 FUSED: dict[str, Any] = {"expert_up": ("mlp.experts.gate_up_proj",), "expert_down": "mlp.experts.down_proj"}
 QWEN = Names()
 MIXTRAL = Names(
@@ -31,7 +31,7 @@ GRANITE = Names(
     expert_up=("block_sparse_moe.input_linear.weight",),
     expert_down="block_sparse_moe.output_linear.weight",
 )
-# As transformers 5 keeps them in memory, and writes them where it is told to keep its own names.
+# As transformers 5 keeps them in memory, and writes them if told to keep its own names.
 QWEN_FUSED = replace(QWEN, **FUSED)
 GRANITE_FUSED = replace(
     GRANITE,
@@ -39,7 +39,7 @@ GRANITE_FUSED = replace(
     expert_up=("block_sparse_moe.experts.gate_up_proj",),
     expert_down="block_sparse_moe.experts.down_proj",
 )
-# gpt-oss: sinks in attention, biases everywhere, and gate and up beside one another.
+# gpt-oss: attention sinks, biases everywhere, and gate and up interleaved.
 GPT_OSS = Names(
     **FUSED,
     router="mlp.router",
@@ -59,13 +59,13 @@ GPT_OSS_ROPE = RopeDefaults(
 
 
 def _routing(config: ConfigReader, renormalised: bool) -> Routing:
-    """The number of experts has one of two names, whatever the family, by who wrote the file."""
+    """The number of experts has one of two names, depending on the exporter rather than the family."""
     experts = "num_experts" if config.maybe_size("num_experts") is not None else "num_local_experts"
     return replace(experts_of(config, experts), renormalised=renormalised)
 
 
 def experts_of(config: ConfigReader, experts: str) -> Routing:
-    """`experts`: the field that says how many there are."""
+    """`experts`: the field with the number of experts."""
     count = in_range("config.json", experts, config.size(experts), 1, MOST_EXPERTS)
     if count * config.size("num_hidden_layers") > MOST_IN_ALL:
         raise invalid("config.json", f"{experts!r}={count} in each layer are more than {MOST_IN_ALL} in all")
@@ -96,7 +96,7 @@ def read_qwen3_moe(config: ConfigReader) -> DecoderSpec:
 
 
 def _with_experts(config: ConfigReader, spec: DecoderSpec, shared: MlpShape | None) -> DecoderSpec:
-    """Every `decoder_sparse_step`-th layer has them, but for `mlp_only_layers`."""
+    """Every `decoder_sparse_step`-th layer has them, except `mlp_only_layers`."""
     step, dense = config.size("decoder_sparse_step", 1), config.maybe("mlp_only_layers", list) or []
     if not all(type(index) is int for index in dense):
         raise UnsupportedConfig(f"config.json: 'mlp_only_layers' must be numbers of layers, got {shown(dense)}")
@@ -155,12 +155,12 @@ def read_granite_moe(config: ConfigReader) -> DecoderSpec:
 
 
 def read_gpt_oss(config: ConfigReader) -> DecoderSpec:
-    """Every other layer slides, the first one too."""
+    """Every other layer slides, starting with the first."""
     layers = config.size("num_hidden_layers")
     for name, only in (("swiglu_limit", CLAMP), ("swiglu_alpha", CLAMPED_GAIN)):
         config.choice(name, only, int(only))
     config.activation("hidden_act", known={"silu": "silu"})
-    for name in ("initial_context_length", "experts_per_token"):  # said again elsewhere
+    for name in ("initial_context_length", "experts_per_token"):  # duplicates of other fields
         config.ignore(name)
     attention = replace(attention_of(config), sinks=True)
     moe = MoeShape(

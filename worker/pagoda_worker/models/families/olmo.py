@@ -1,4 +1,4 @@
-"""Olmo 2 (arXiv 2501.00656) and Olmo 3: norms stand behind the branches, and queries and keys are normed as a whole."""
+"""Olmo 2 (arXiv 2501.00656) and Olmo 3: norms follow the branches, and queries and keys are normed as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-3 (arXiv 2404.14219) and Phi-4: Llama with merged matrices, and a factor for every frequency of a long one."""
+"""Phi-3 (arXiv 2404.14219) and Phi-4: Llama with merged matrices, and per-frequency factors for long contexts."""
 
 from __future__ import annotations
 

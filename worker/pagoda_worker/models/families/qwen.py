@@ -10,7 +10,7 @@ from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec
 from pagoda_worker.models.families.llama import attention_of, common_fields, layers_of, mlp_of
 
 Slides = Callable[[int, int], bool]
-"""Whether the layer of this number does, if `use_sliding_window`, given `max_window_layers`."""
+"""Whether the layer of this number slides under `use_sliding_window`, given `max_window_layers`."""
 
 
 def from_there_on(layer: int, full: int) -> bool:
@@ -22,7 +22,7 @@ def _windows(config: ConfigReader, slides: Slides) -> tuple[int | None, ...]:
     if config.take("use_sliding_window", bool, False):
         window = config.maybe_size("sliding_window")
     else:
-        config.ignore("sliding_window")  # which some files then have as 0
+        config.ignore("sliding_window")  # some files then set it to 0
     layers = range(config.size("num_hidden_layers"))
     sliding = ["sliding_attention" if window is not None and slides(i, full) else "full_attention" for i in layers]
     return config.layer_windows(window, sliding)

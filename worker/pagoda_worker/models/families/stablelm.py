@@ -1,4 +1,4 @@
-"""StableLM 2 (arXiv 2402.17834): Llama with LayerNorm; a quarter of every head turns, branches may be parallel."""
+"""StableLM 2 (arXiv 2402.17834): Llama with LayerNorm; a quarter of every head rotates, branches may be parallel."""
 
 from __future__ import annotations
 

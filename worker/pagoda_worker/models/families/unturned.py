@@ -1,7 +1,7 @@
-"""Models whose every fourth layer turns nothing: SmolLM3, which is Llama but for that, and Llama 4 without its eyes.
+"""Models where every fourth layer has no rotary embedding: SmolLM3, otherwise a Llama, and Llama 4, text only.
 
-In Llama 4 heads that turn attend within chunks, others to all, and inputs of experts are weighted. A checkpoint that
-also reads images has its text model below `language_model.`; what it sees with is not loaded.
+In Llama 4, layers with rotation attend within chunks, the others to everything, and the inputs of experts are weighted.
+A checkpoint with image input has its text model below `language_model.`; its vision part is not loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OF_IMAGES = ("vision_model.", "multi_modal_projector.")
 
 
 def turning_layers(config: ConfigReader, layers: int) -> list[bool]:
-    """Which layers turn their heads: `no_rope_layers` has, whatever its name says, a 1 for each that does."""
+    """Which layers rotate their heads: despite its name, `no_rope_layers` has a 1 for each that does."""
     interval = config.size("no_rope_layer_interval", 4)
     turning = config.maybe("no_rope_layers", list) or [int((i + 1) % interval != 0) for i in range(layers)]
     if len(turning) != layers or any(one not in (0, 1) for one in turning):
@@ -44,7 +44,7 @@ def turning_layers(config: ConfigReader, layers: int) -> list[bool]:
 
 
 def read_smollm3(config: ConfigReader) -> DecoderSpec:
-    config.ignore("max_window_layers")  # of which its code knows nothing
+    config.ignore("max_window_layers")  # ignored by its code, too
     spec = read_llama(config)
     turning, window = turning_layers(config, spec.num_layers), config.maybe_size("sliding_window")
     if not config.take("use_sliding_window", bool, False):
@@ -61,7 +61,7 @@ def read_smollm3(config: ConfigReader) -> DecoderSpec:
 
 
 def read_llama4(config: ConfigReader) -> DecoderSpec:
-    config.ignore("for_llm_compressor")  # who wrote the file
+    config.ignore("for_llm_compressor")  # which program wrote the file
     attention, mlps = attention_of(config), _mlps(config)
     rope, turning = read_rope(config, attention.head_dim, ROPE), turning_layers(config, len(mlps))
     temper, unit = _temper(config), config.take("use_qk_norm", bool, True)
@@ -98,7 +98,7 @@ def read_llama4_with_images(config: ConfigReader) -> DecoderSpec:
 
 
 def _mlps(config: ConfigReader) -> list[MlpShape | MoeShape]:
-    """Of each layer: experts, and what every token passes beside them, in every so many layers or in those named."""
+    """Experts and a shared MLP in every `interleave_moe_layer_step`-th layer or those named; dense ones in the rest."""
     layers, step = config.size("num_hidden_layers"), config.size("interleave_moe_layer_step", 1)
     named = config.maybe("moe_layers", list)
     if not all(type(index) is int for index in named or []):
@@ -116,7 +116,7 @@ def _mlps(config: ConfigReader) -> list[MlpShape | MoeShape]:
 
 
 def _temper(config: ConfigReader) -> Temper | None:
-    """Older files say by a number that there is some."""
+    """Older files enable it by a number."""
     field = "attn_temperature_tuning"
     span, weight = config.positive("floor_scale", 8192.0), config.positive("attn_scale", 0.1)
     return Temper(span=span, weight=weight) if config.choice(field, True, False, 4) else None
