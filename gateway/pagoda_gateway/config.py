@@ -28,68 +28,73 @@ class GatewayConfig:
     model: str = option("", "model directory with tokenizer and config files, or GGUF file")
     served_model_name: str = option(
         "",
-        "names clients use, several with commas between, or as several values; logs and metrics have the first. When"
-        " empty, the directory's name",
+        "names that clients use, as several values or separated by commas; logs and metrics use the first. "
+        "Empty: the directory's name",
         several=True,
     )
-    engine: str = option("", "engine core address: unix:/path or host:port; several with commas between", required=True)
-    keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
+    engine: str = option(
+        "", "engine core address: unix:/path or host:port; separate several with commas", required=True
+    )
+    keys_dir: str = option("", "keys for links between hosts, as written by `pagoda keygen`")
     host: str = option("127.0.0.1", "HTTP address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one", most=65535)
     api_key: str = option(
-        "", "keys, comma-separated, of which clients may show one; others are made by `pagoda keys`", secret=True
+        "", "API keys that clients may present, comma-separated; `pagoda keys` creates more while serving", secret=True
     )
     admin_api_key: str = option(
-        "", "the same, but they may also make and revoke keys, and see /metrics and everybody's usage", secret=True
+        "", "the same for admins, who may also create and revoke keys, and read /metrics and all usage", secret=True
     )
     auth: str = option(
         Auth.AUTO,
-        "who must show an API key: auto, everybody as soon as there is one, here or in the store; keys, everybody"
-        " always; none, nobody ever",
+        "who must present an API key: auto (everybody once a key exists, here or in the store), keys "
+        "(everybody always), none (nobody)",
         words=Auth.WORDS,
     )
     key_requests_per_minute: int = option(
-        0, "most requests a minute, at this gateway, of each API key that has no such limit of its own; 0: any number"
+        0, "requests per minute, at this gateway, of an API key without a limit of its own; 0: unlimited"
     )
-    key_tokens_per_minute: int = option(0, "the same for tokens, of prompts and of output")
-    key_concurrent_requests: int = option(0, "the same for requests open at once")
+    key_tokens_per_minute: int = option(0, "the same for tokens, prompt and output together")
+    key_concurrent_requests: int = option(0, "the same for concurrent requests")
     allowed_origins: str = option(
-        "", "web pages that may ask here (CORS): origins such as https://chat.example, comma-separated, or *"
+        "", "origins whose web pages may call this API (CORS), such as https://chat.example, comma-separated; or *"
     )
-    page: bool = option(True, "a chat and a view of the stack for browsers, at /")
-    max_body_bytes: int = option(10 * 1024 * 1024, "largest request body", least=1)
-    max_file_bytes: int = option(200 * 1024 * 1024, "largest file that is taken by /v1/files", least=1, most=2**40)
+    page: bool = option(True, "serve a web page at / with a chat and a view of the stack")
+    max_body_bytes: int = option(10 * 1024 * 1024, "maximum size of a request body", least=1)
+    max_file_bytes: int = option(200 * 1024 * 1024, "maximum size of a file uploaded to /v1/files", least=1, most=2**40)
     max_files_bytes: int = option(
         2 * 1024**3,
-        "most bytes of all files of an API key together; of everybody where there is none",
+        "maximum size of all files of one API key; of all files if there are no keys",
         least=1,
         most=2**50,
     )
-    max_batch_requests: int = option(32, "most lines of batches that are answered at once", least=1)
+    max_batch_requests: int = option(32, "batch lines processed at once", least=1)
     max_upload_bytes_per_second: int = option(
         16 * 1024 * 1024,
-        "most bytes of bodies read from one address in a second; the first 64 KiB of each are not counted",
+        "upload rate per client address; the first 64 KiB of each body are not counted",
         least=64 * 1024,
     )
-    max_headers: int = option(64, "most request headers", least=1)
-    max_header_bytes: int = option(16 * 1024, "most bytes of request headers together", least=1)
-    header_timeout_s: float = option(10.0, "a request's headers must be complete after this long", least=0.1)
-    body_timeout_s: float = option(30.0, "a request's body must be complete after this long", least=0.1)
-    keep_alive_s: float = option(30.0, "an idle connection is closed after this long", least=0.1)
-    max_connections: int = option(2048, "most connections at once", least=1)
-    max_connections_per_client: int = option(512, "most connections at once from one address", least=1)
+    max_headers: int = option(64, "maximum number of request headers", least=1)
+    max_header_bytes: int = option(16 * 1024, "maximum size of all request headers together", least=1)
+    header_timeout_s: float = option(10.0, "time within which a request's headers must be complete", least=0.1)
+    body_timeout_s: float = option(30.0, "time within which a request's body must be complete", least=0.1)
+    keep_alive_s: float = option(30.0, "time after which an idle connection is closed", least=0.1)
+    max_connections: int = option(2048, "maximum number of open connections", least=1)
+    max_connections_per_client: int = option(512, "the same per client address", least=1)
     forwarded_allow_ips: str = option(
-        "127.0.0.1,::1", "proxies whose X-Forwarded-For names the client: addresses and CIDR blocks, comma-separated"
+        "127.0.0.1,::1", "proxies whose X-Forwarded-For is trusted: addresses and CIDR blocks, comma-separated"
     )
-    text_threads: int = option(2, "threads that parse, render and tokenise what is not short", least=1, most=256)
-    max_waiting_texts: int = option(256, "most texts waiting for a thread", least=1)
-    max_waiting_texts_per_client: int = option(64, "most of them from one address", least=1)
+    text_threads: int = option(2, "threads that parse, render and tokenise longer texts", least=1, most=256)
+    max_waiting_texts: int = option(256, "maximum number of texts waiting for such a thread", least=1)
+    max_waiting_texts_per_client: int = option(64, "the same per client address", least=1)
     max_held_bytes: int = option(
-        128 * 1024 * 1024, "most bytes of large bodies and prompt log-probabilities at once", least=1, most=2**53
+        128 * 1024 * 1024,
+        "memory for large bodies and prompt log-probabilities of all requests together",
+        least=1,
+        most=2**53,
     )
     max_tokenize_chars: int = option(
         512 * 1024,
-        "longest text that is only tokenised or counted; reading it takes some 160 bytes a character",
+        "longest text to tokenise or count without generating; takes some 160 bytes of memory a character",
         least=1,
     )
     max_prompt_logprob_values: int = option(
@@ -97,96 +102,99 @@ class GatewayConfig:
     )
     max_logprob_values: int = option(
         1_048_576,
-        "most log-probabilities of one answer that is no stream: prompts x n x max_tokens x (1 + logprobs)",
+        "most log-probabilities of one answer that is not streamed: prompts x n x max_tokens x (1 + logprobs)",
         least=1,
     )
     min_priority: int = option(
-        0, "lowest `priority` a request may ask for; lower runs earlier", least=MIN_PRIORITY, most=MAX_PRIORITY
+        0,
+        "lowest `priority` that a request may ask for; lower values run earlier",
+        least=MIN_PRIORITY,
+        most=MAX_PRIORITY,
     )
     max_prompts: int = option(128, "most prompts in one completion request", least=1)
     max_inputs: int = option(2048, "most texts in one request for embeddings or scores", least=1)
     max_messages: int = option(2048, "most messages in one chat request", least=1)
     max_tools: int = option(256, "most tools in one chat request", least=1)
     keep_responses_s: float = option(
-        30 * 86_400.0, "how long responses are kept, as far as the store keeps anything", least=0.1, most=1e9
+        30 * 86_400.0, "how long responses are kept; no longer than the store lives", least=0.1, most=1e9
     )
     max_responses: int = option(
-        10_000, "most responses that are kept of an API key; of everybody where there is none. Beyond that the oldest"
-        " are forgotten", least=1, most=100_000,
+        10_000, "most responses kept per API key, or in all if there are no keys; beyond that the oldest are deleted",
+        least=1, most=100_000,
     )  # fmt: skip
-    max_responses_bytes: int = option(
-        64 * 1024 * 1024, "most bytes of what is kept of them together", least=1, most=2**50
-    )
-    max_background_responses: int = option(256, "most responses that run in the background at once", least=1)
+    max_responses_bytes: int = option(64 * 1024 * 1024, "most bytes of these responses together", least=1, most=2**50)
+    max_background_responses: int = option(256, "background responses running at once", least=1)
     keep_tickets_s: float = option(
         times.TICKET_KEPT_S,
-        "how long a request with an Idempotency-Key may be asked again: resumed, or its answer repeated",
+        "how long a request with an Idempotency-Key can be resumed, or its answer repeated",
         least=0.1,
         most=1e9,
     )
     ticket_grace_s: float = option(
         times.TICKET_GRACE_S,
-        "how long such a request goes on when its client has left, while fewer run here than max_background_responses;"
-        " 0: not at all",
+        "how long such a request continues after its client has disconnected, while fewer than "
+        "max_background_responses run; 0: not at all",
         most=86_400.0,
     )
     max_tickets: int = option(
-        10_000, "most requests with an Idempotency-Key that are kept of an API key; of everybody where there is none."
-        " Beyond that the oldest are forgotten", least=1, most=100_000,
+        10_000, "most requests with an Idempotency-Key kept per API key, or in all if there are no keys; beyond that"
+        " the oldest are deleted", least=1, most=100_000,
     )  # fmt: skip
     max_tickets_bytes: int = option(
-        64 * 1024 * 1024, "most bytes of what is kept of them together, answers included", least=1, most=2**50
+        64 * 1024 * 1024, "most bytes of these requests together, answers included", least=1, most=2**50
     )
     keep_transcripts: int = option(
         0,
-        "most finished requests of an API key, of everybody where there is none, of which prompt, parameters and answer"
-        " are kept for `pagoda replay`, for 30 days at most; 0: none",
+        "finished requests kept per API key, or in all if there are no keys, for `pagoda replay`: prompt, "
+        "parameters and answer, for 30 days at most; 0: none",
         most=100_000,
     )
-    slow_client_timeout_s: float = option(60.0, "a stream whose client reads nothing for this long is ended", least=0.1)
+    slow_client_timeout_s: float = option(
+        60.0, "time without reading after which a client's stream is ended", least=0.1
+    )
     resume_wait_s: float = option(times.RESUME_WAIT_S, "how long open streams wait for a lost engine core to come back")
-    ping_interval_s: float = option(10.0, "an SSE comment is sent when a stream was silent for this long; 0: never")
-    drain_timeout_s: float = option(times.GATEWAY_DRAINS_S, "after SIGTERM, how long open requests may finish")
-    lame_duck_s: float = option(0.0, "after SIGTERM, how long to go on accepting while already unready")
+    ping_interval_s: float = option(10.0, "send an SSE comment after a stream has been silent for this long; 0: never")
+    drain_timeout_s: float = option(times.GATEWAY_DRAINS_S, "after SIGTERM, how long open requests may take to finish")
+    lame_duck_s: float = option(0.0, "after SIGTERM, how long to keep accepting requests while reporting unready")
     store: str = option(
         "",
-        "where files, batches, API keys and usage are kept: sqlite:///path, redis://host:port (Redis or Valkey; several"
-        " gateways may share it), rediss:// or unix://; when empty, `serve` keeps them until it ends and a gateway in"
-        " its memory",
+        "where files, batches, API keys and usage are kept: sqlite:///path, or redis://host:port, rediss:// "
+        "or unix:// (Redis or Valkey, which several gateways can share); empty: `serve` keeps them until it "
+        "ends, a gateway in memory",
         secret=True,  # it may hold a password
     )
     chat_template: str = option("", "file with a chat template to use instead of the model's own")
     task: str = option(
         AUTO,
-        "what the model is for: generate, embed, classify (also to rerank); auto goes by the model's files",
+        "what the model is for: generate, embed, classify (also for reranking); auto: decided from the model's files",
         words=(AUTO, *KINDS),
     )
     lora_modules: str = option(
         "",
-        'adapters (LoRA, as PEFT saves them) to serve beside the model: name=directory, or {"name": .., "path": ..}; '
-        "several with commas between, or as several values",
+        'LoRA adapters (PEFT format) to serve beside the model: name=directory, or {"name": .., "path": ..}; '
+        "as several values or separated by commas",
         several=True,
     )
-    lora_dir: str = option("", "directory below which adapters may lie that are loaded while serving; empty: nowhere")
+    lora_dir: str = option("", "directory from which adapters may be loaded while serving; empty: none")
     lora_loading: bool = option(
-        False, "let clients (with keys: admins) load adapters of lora_dir by /v1/load_lora_adapter, and unload them"
+        False,
+        "let clients (admins, if there are keys) load and unload adapters of lora_dir with "
+        "/v1/load_lora_adapter and /v1/unload_lora_adapter",
     )
     lora_resolver: bool = option(
         False,
-        "take a model name that is not known for that of a directory in lora_dir, and load it when it is asked for",
+        "treat an unknown model name as a directory in lora_dir, and load that adapter on demand",
     )
     max_lora_names: int = option(256, "most adapters that have a name at once", least=1, most=65536)
-    max_lora_bytes: int = option(1024**3, "largest file of an adapter", least=1, most=2**36)
+    max_lora_bytes: int = option(1024**3, "maximum size of an adapter's file", least=1, most=2**36)
     tool_call_parser: str = option(
         "", f"how the model writes tool calls, if not as its chat template shows: {', '.join(TOOL_FORMAT_NAMES)}"
     )
     reasoning_parser: str = option(
-        "", f"how thoughts are marked, if not as the model's chat template shows: {', '.join(REASONING_FORMAT_NAMES)}"
+        "", f"how reasoning is marked, if not as the model's chat template shows: {', '.join(REASONING_FORMAT_NAMES)}"
     )
-    log_requests: bool = option(
-        True, "one line of log per request that has ended or was refused: ids and numbers, no text"
-    )
-    startup_message: bool = option(False, "print the URL and example calls once ready")
+    log_requests: bool = option(True, "log one line for each request that ends or is refused: ids and numbers, no text")
+    startup_message: bool = option(False, "print the URL and example calls when ready")
 
     def __post_init__(self) -> None:
         check(self, self._further_problems())

@@ -11,7 +11,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class CommonConfig:
-    config: str = option("", "YAML file with options; a key is an option's name")
+    config: str = option("", "YAML file with options, keyed by their names")
     log_level: str = option("info", "least severe messages to log: debug, info, warning or error", words=LOG_LEVELS)
     log_json: bool = option(False, "log one JSON object per line")
 
@@ -22,9 +22,12 @@ class CommonConfig:
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     workers: int = option(
-        1, "worker processes on this machine; they share its cores, and each takes a GPU of its own", least=1, most=64
+        1,
+        "worker processes to start; they share this machine's cores, and each takes a GPU of its own",
+        least=1,
+        most=64,
     )
-    data_dir: str = option("", "directory for run-time files (sockets); the user's runtime directory when empty")
+    data_dir: str = option("", "directory for run-time files (sockets); empty: the user's runtime directory")
 
     def __post_init__(self) -> None:
         check(self)
@@ -32,17 +35,17 @@ class ServeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSourceConfig:
-    revision: str = option("", "branch, tag or commit of a hub model; the default branch when empty")
+    revision: str = option("", "branch, tag or commit of a hub model; empty: the default branch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChildConfig:
     """Set by the supervisor, not by people."""
 
-    status_fd: int = option(-1, "file descriptor for status events, one JSON object per line; -1 is none", least=-1)
-    parent_pid: int = option(0, "die when this parent is gone; 0 is not to care")
+    status_fd: int = option(-1, "file descriptor for status events, one JSON object per line; -1: none", least=-1)
+    parent_pid: int = option(0, "exit when this parent process is gone; 0: never")
     listen_fd: int = option(
-        -1, "bound socket that a gateway listens on, in place of host and port; -1 is none", least=-1
+        -1, "bound socket for the gateway to listen on, instead of host and port; -1: none", least=-1
     )
 
     def __post_init__(self) -> None:
