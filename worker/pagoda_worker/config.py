@@ -1,4 +1,4 @@
-"""What a worker can be told. One field is one option: flag, environment variable and YAML key derive from it."""
+"""A worker's options. One field is one option: flag, environment variable and YAML key derive from it."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class WorkerConfig:
         return bool(self.lora_modules or self.lora_dir)
 
     def settled(self, device_type: str) -> WorkerConfig:
-        """With what nobody said: block_size as this kind of device likes it, and as many threads as there are cores."""
+        """Fill in the defaults: block_size by kind of device, and one thread per core."""
         block_size = self.block_size or BLOCK_SIZES[device_type]
         return replace(self, block_size=block_size, threads=self.threads or available_cores())
 

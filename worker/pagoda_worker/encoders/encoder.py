@@ -42,7 +42,7 @@ class Layer:
 
 
 class Encoder:
-    """A model that reads; see `loading.reading.Reader`."""
+    """A model that reads; see `models.recorded.Reading`."""
 
     def __init__(self, spec: EncoderSpec, ops: Ops, source: Source, dtype: torch.dtype, max_len: int) -> None:
         self.spec = spec

@@ -4,11 +4,11 @@ transformers lets a program register an attention function by name. Ours writes 
 from it, so the model sees packed tokens as one batch of size 1 with `position_ids`, and keeps no cache of its own. Its
 linear layers are replaced by packed ones. Everything else is the model's code.
 
-A model is accepted only if nothing else about it matters, which is checked by running it: every layer must call the
-attention function exactly once, with no mask of its own, and the logits of a short prompt must agree with those of the
-unmodified model. They are compared in float32, whatever dtype the weights have: rounding to 16 bits moves logits as far
-as a wrong mask does, and may route tokens to other experts. Each packed layer is compared with the layer it replaces.
-The run also shows whether splitting a prompt changes bits.
+A model is accepted only if this runs it faithfully, which is checked by running it: every layer must call the attention
+function exactly once, with no mask of its own, and the logits of a short prompt must agree with those of the unmodified
+model. They are compared in float32, whatever dtype the weights have: rounding to 16 bits moves logits as far as a wrong
+mask does, and may route tokens to other experts. Each packed layer is compared with the layer it replaces. The run also
+shows whether splitting a prompt changes bits.
 """
 
 from __future__ import annotations

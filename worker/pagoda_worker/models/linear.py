@@ -39,7 +39,7 @@ class Linear:
     slots: Any = None
 
     def linear(self, x: torch.Tensor, ops: Ops, tokens: TokenSlots | None = None) -> torch.Tensor:
-        """x [T, K] -> [T, N], or [T, N / 2] for gate and up; `ops` must be the back end that packed it."""
+        """x [T, K] -> [T, N], or [T, N / 2] for gate and up; `ops` must belong to the back end that packed it."""
         added = None if tokens is None else Added(self.slots, tokens)
         if not self.activation:
             return ops.linear(x, self.packed, added)

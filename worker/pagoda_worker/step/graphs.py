@@ -94,7 +94,7 @@ class Recording:
 
 
 class Graphed:
-    """See `loading.Model`: a decoder whose decode steps over one cache are replayed once `capture` was called."""
+    """See `loading.model.Model`: a decoder whose decode steps over one cache are replayed after `capture`."""
 
     def __init__(
         self, decoder: Plannable, accelerator: Accelerator, sizes: Sequence[int], lines: Lines, adapted: bool = False
