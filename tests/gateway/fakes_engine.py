@@ -186,6 +186,18 @@ def play(
     return script
 
 
+def held_up(gateway: Gateway, num_batches: int = 3) -> asyncio.Event:
+    """Its script stops after so many batches until the event."""
+    go, whole = asyncio.Event(), gateway.engine.script
+
+    def script(record: RequestRecord) -> list[Batch]:
+        batches = list(whole(record))
+        return [*batches[:num_batches], go, *batches[num_batches:]]
+
+    gateway.engine.script = script
+    return go
+
+
 def failing(code: ErrorCode = ErrorCode.OVERLOADED, retry_after_s: float = 0.0) -> Script:
     """Refuse every record."""
 

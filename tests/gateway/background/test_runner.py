@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.gateway.fakes_engine import MODEL, Batch, Gateway, make_gateway, play
+from tests.gateway.fakes_engine import MODEL, Gateway, held_up, make_gateway, play
 from tests.gateway.keys.flaky_store import FlakyStore
-from tests.gateway.routes.test_responses import PATH, events_of, get, refusal
+from tests.gateway.responses import PATH, events_of, get, refusal
 from tests.gateway.store.breaking_store import Breaking, How
 
 from pagoda_gateway.api.encoding import event
@@ -30,7 +30,6 @@ from pagoda_gateway.store.interface import Store, unavailable
 from pagoda_gateway.store.responses import RESPONSES, UNFINISHED, KeptResponses
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import RequestRecord
 
 ASK = {"model": MODEL, "input": "hello", "background": True}
 TEXT = "one two three four"
@@ -45,17 +44,10 @@ async def running(gateway: Gateway) -> AsyncIterator[Gateway]:
         await gateway.background.aclose()
 
 
-def held_up(gateway: Gateway, num_batches: int) -> asyncio.Event:
-    """The script stops after some tokens until the event."""
-    go = asyncio.Event()
-    whole = play(gateway.ids(TEXT))
-
-    def script(record: RequestRecord) -> list[Batch]:
-        batches = list(whole(record))
-        return [*batches[:num_batches], go, *batches[num_batches:]]
-
-    gateway.engine.script = script
-    return go
+def half_said(gateway: Gateway, num_batches: int) -> asyncio.Event:
+    """The model says so much of the text, and the rest after the event."""
+    gateway.engine.script = play(gateway.ids(TEXT))
+    return held_up(gateway, num_batches)
 
 
 async def begin(gateway: Gateway, **fields: Any) -> dict[str, Any]:
@@ -88,7 +80,7 @@ def keeping_in(context: GatewayContext, store: Store) -> GatewayContext:
 
 async def test_it_answers_at_once_and_has_its_answer_later(tmp_path: Path) -> None:
     async with running(make_gateway(tmp_path)) as gateway:
-        go = held_up(gateway, 2)
+        go = half_said(gateway, 2)
         answer = await begin(gateway)
         assert answer["status"] == "queued"
         assert (await until(gateway, answer["id"], "in_progress"))["background"] is True
@@ -100,7 +92,7 @@ async def test_it_answers_at_once_and_has_its_answer_later(tmp_path: Path) -> No
 
 async def test_a_stream_that_was_left_is_read_on(tmp_path: Path) -> None:
     async with running(make_gateway(tmp_path)) as gateway:
-        go = held_up(gateway, 2)
+        go = half_said(gateway, 2)
         asking = asyncio.create_task(gateway.client.post(PATH, json=ASK | {"stream": True}))
         await gateway.engine.submitted.wait()
         name = f"resp_{gateway.engine.record.request_id}"
@@ -118,7 +110,7 @@ async def test_a_stream_that_was_left_is_read_on(tmp_path: Path) -> None:
 async def test_who_reads_slowly_is_told_the_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """.. also where so much came in between that it is in the store only."""
     async with running(make_gateway(tmp_path)) as gateway:
-        go = held_up(gateway, 2)
+        go = half_said(gateway, 2)
         job = await responses_job(gateway.context, ResponsesRequest.model_validate(ASK | {"stream": True}), NOBODY)
         await gateway.background.begin(job)
         following = gateway.background.follow(job.id, "", 0)
@@ -132,7 +124,7 @@ async def test_who_reads_slowly_is_told_the_end_too(tmp_path: Path, monkeypatch:
 
 async def test_another_gateway_goes_on_with_it(tmp_path: Path) -> None:
     first = make_gateway(tmp_path)
-    go = held_up(first, 3)
+    go = half_said(first, 3)
     async with running(first):
         name = (await begin_stream(first, 6))["response"]["id"]
     second = make_gateway(tmp_path)
@@ -175,7 +167,7 @@ async def begin_stream(gateway: Gateway, num_events: int) -> dict[str, Any]:
 
 async def test_it_is_cancelled_where_it_runs(tmp_path: Path) -> None:
     async with running(make_gateway(tmp_path)) as gateway:
-        held_up(gateway, 2)
+        half_said(gateway, 2)
         name = (await begin(gateway))["id"]
         await gateway.engine.submitted.wait()
         response = await gateway.client.post(f"{PATH}/{name}/cancel")
@@ -194,7 +186,7 @@ async def test_only_what_runs_in_the_background_is_cancelled(tmp_path: Path) -> 
 
 async def test_one_that_is_deleted_ends_and_is_gone(tmp_path: Path) -> None:
     async with running(make_gateway(tmp_path)) as gateway:
-        held_up(gateway, 2)
+        half_said(gateway, 2)
         name = (await begin(gateway))["id"]
         await gateway.engine.submitted.wait()
         assert (await gateway.client.delete(f"{PATH}/{name}")).json()["deleted"] is True
@@ -204,7 +196,7 @@ async def test_one_that_is_deleted_ends_and_is_gone(tmp_path: Path) -> None:
 
 async def test_no_more_run_than_are_allowed(tmp_path: Path) -> None:
     async with running(make_gateway(tmp_path, max_background_responses=1)) as gateway:
-        go = held_up(gateway, 2)
+        go = half_said(gateway, 2)
         name = (await begin(gateway))["id"]
         response = await gateway.client.post(PATH, json=ASK)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
@@ -276,7 +268,7 @@ class Other:
 
 async def test_one_that_was_to_be_cancelled_is_not_run_by_the_next_gateway(tmp_path: Path) -> None:
     first = make_gateway(tmp_path)
-    held_up(first, 3)
+    half_said(first, 3)
     async with running(first):
         name = (await begin_stream(first, 6))["response"]["id"]
     await first.context.responses.cancel(name, "")
@@ -291,7 +283,7 @@ async def test_one_that_was_to_be_cancelled_is_not_run_by_the_next_gateway(tmp_p
 
 async def test_one_that_finds_no_room_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = make_gateway(tmp_path)
-    held_up(first, 3)
+    half_said(first, 3)
     async with running(first):
         names = [(await begin(first))["id"] for _ in range(2)]
     other, add = Other(tmp_path, first), BackgroundResponses._add
@@ -318,7 +310,7 @@ async def test_one_whose_end_was_told_has_that_end(tmp_path: Path) -> None:
 
 
 async def told_to_its_end(first: Gateway) -> dict[str, Any]:
-    held_up(first, 3)
+    half_said(first, 3)
     async with running(first):
         name = (await begin_stream(first, 6))["response"]["id"]
     kept = first.context.responses
@@ -348,7 +340,7 @@ async def test_one_whose_end_finds_no_room_keeps_nobody_from_making_room(
 
 async def test_one_that_was_half_deleted_is_not_run_for_ever(tmp_path: Path) -> None:
     first = make_gateway(tmp_path)
-    held_up(first, 3)
+    half_said(first, 3)
     async with running(first):
         name = (await begin_stream(first, 6))["response"]["id"]
     store, kept = first.context.store, first.context.responses
@@ -391,7 +383,7 @@ async def held_store(root: Path) -> tuple[Gateway, Held, BackgroundResponses, st
     gateway.context = keeping_in(gateway.context, cast(Store, store))
     background = BackgroundResponses(gateway.context)
     job = await responses_job(gateway.context, ResponsesRequest.model_validate(ASK), NOBODY)
-    held_up(gateway, 2)
+    half_said(gateway, 2)
     await background.begin(job)
     await gateway.engine.submitted.wait()
     await gateway.engine.generations[0].waiting.wait()
@@ -417,7 +409,7 @@ async def test_its_end_is_not_disturbed_by_who_cancels_it_again(tmp_path: Path) 
 async def test_one_that_is_marked_elsewhere_before_its_end_does_not_complete(tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path)
     async with running(gateway):
-        go = held_up(gateway, 2)
+        go = half_said(gateway, 2)
         name = (await begin(gateway))["id"]
         await gateway.engine.submitted.wait()
         await gateway.context.responses.cancel(name, "")
@@ -428,7 +420,7 @@ async def test_one_that_is_marked_elsewhere_before_its_end_does_not_complete(tmp
 async def test_a_gateway_that_ends_says_so_to_those_who_follow(tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path)
     async with running(gateway):
-        held_up(gateway, 3)
+        half_said(gateway, 3)
         name = (await begin_stream(gateway, 6))["response"]["id"]
         following = gateway.background.follow(name, "", 0)
         first = await anext(following)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gateway.background.test_runner import ASK, Other, held_up, keeping_in, running, text_of
+from tests.gateway.background.test_runner import ASK, Other, half_said, keeping_in, running, text_of
 from tests.gateway.fakes_engine import Batch, Gateway, make_gateway, play
-from tests.gateway.routes.test_responses import events_of
+from tests.gateway.responses import events_of
 from tests.gateway.store.breaking_store import Interleaved
 
 from pagoda_gateway.api.responses_schemas import ResponsesRequest
@@ -116,7 +116,7 @@ async def test_what_is_left_of_one_that_was_deleted_elsewhere_goes(
 ) -> None:
     monkeypatch.setattr(times, "RESPONSE_LEASE_S", 0.1)
     gateway = make_gateway(tmp_path)
-    held_up(gateway, 2)
+    half_said(gateway, 2)
     kept, store = gateway.context.responses, gateway.context.store
     async with running(gateway):
         name = await begun(gateway, stream=True)
@@ -166,7 +166,7 @@ async def test_what_was_laid_aside_of_one_that_is_deleted_elsewhere_just_then_go
 
 async def test_one_that_is_cancelled_before_its_first_step_ends(tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path)
-    held_up(gateway, 2)
+    half_said(gateway, 2)
     async with running(gateway):
         name = await begun(gateway, stream=False)
         async with asyncio.timeout(60):
@@ -179,7 +179,7 @@ async def test_one_that_is_cancelled_before_its_first_step_ends(tmp_path: Path) 
 
 async def test_one_that_another_gateway_goes_on_with_takes_room_there(tmp_path: Path) -> None:
     first = make_gateway(tmp_path)
-    held_up(first, 3)
+    half_said(first, 3)
     async with running(first):
         name = await begun(first, stream=True)
         await first.engine.submitted.wait()

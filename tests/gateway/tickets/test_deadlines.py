@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.gateway.tickets.test_tickets import ASK, CHAT, TEXT, WHOLE, held_up, running, text_of
+from tests.gateway.fakes_engine import held_up
+from tests.gateway.tickets.test_tickets import ASK, CHAT, TEXT, WHOLE, running, text_of
 
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.store.tickets import JOBS

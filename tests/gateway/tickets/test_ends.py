@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import httpx
 import openai
 import pytest
-from tests.gateway.fakes_engine import MODEL, failing
+from tests.gateway.fakes_engine import MODEL, failing, held_up
 from tests.gateway.store.test_room import Watched
-from tests.gateway.tickets.test_tickets import ASK, RESPONSES, TEXT, WHOLE, held_up, left, post, running, shared
+from tests.gateway.tickets.test_tickets import ASK, RESPONSES, TEXT, WHOLE, left, post, running, shared
 
 from pagoda_gateway.catalogue import Catalogue
 from pagoda_gateway.store.tickets import KeptTickets

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from tests.gateway.fakes_engine import MODEL, Gateway
+from tests.gateway.fakes_engine import MODEL, Gateway, held_up
 from tests.gateway.store.breaking_store import Breaking, How
-from tests.gateway.tickets.test_tickets import RESPONSES, held_up, post, running
+from tests.gateway.tickets.test_tickets import RESPONSES, post, running
 
 from pagoda_gateway.store.interface import Store
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from tests.gateway.fakes_engine import MODEL, Batch, Gateway, failing, make_gateway, play
+from tests.gateway.fakes_engine import MODEL, Batch, Gateway, failing, held_up, make_gateway, play
 from tests.gateway.keys.flaky_store import FlakyStore
 from tests.gateway.keys.whole_app import running_app
 
@@ -49,18 +49,6 @@ async def shared() -> AsyncIterator[Store]:
     store = SqliteStore(MEMORY)
     yield store
     await store.aclose()
-
-
-def held_up(gateway: Gateway, num_batches: int = 3) -> asyncio.Event:
-    """The script stops after some tokens until the event."""
-    go, whole = asyncio.Event(), gateway.engine.script
-
-    def script(record: RequestRecord) -> list[Batch]:
-        batches = list(whole(record))
-        return [*batches[:num_batches], go, *batches[num_batches:]]
-
-    gateway.engine.script = script
-    return go
 
 
 async def post(
