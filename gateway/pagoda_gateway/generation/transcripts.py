@@ -1,8 +1,8 @@
-"""A transcript says of a request that has finished what was asked and what came of it: whoever has it can do it again.
+"""A transcript records a finished request and its outcome, so that whoever has it can replay the request.
 
-Tokens follow from record, weights and numerics, so what is computed again differs only where one of these does, or
-where something is wrong. Who asked is no part of it, and prompt and answer are token ids. A transcript may have been
-written by anybody: its bytes are bounded before they are read, and what it says is checked as a request is.
+Tokens follow from record, weights and numerics, so a replay differs only if one of these does, or if there is a fault.
+A transcript does not say who asked, and holds prompt and answer as token ids. It is untrusted input: its size is
+bounded before it is read, and its content is checked like a request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMAT = 1
 MAX_TRANSCRIPT_BYTES = 4 * 1024 * 1024
 MAX_PARTS = 128  # prompts of one request
 MAX_SCHEMA_DEPTH = 64  # of a function's parameters
-BYTES_PER_TOKEN, BYTES_PER_LOGPROB = 2, 8  # as JSON, with what stands beside it; few take less
+BYTES_PER_TOKEN, BYTES_PER_LOGPROB = 2, 8  # as JSON, with separators; few take less
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class ToldChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a client was told of one choice, or would have been: up to the stop string, if one ended it."""
+    """What a client received of one choice, or would have: up to the stop string, if one ended it."""
 
     token_ids: list[int]
     finish_reason: FinishReason
@@ -51,7 +51,7 @@ class ToldChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class TranscriptPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A prompt and its choices; what else the answer follows from are weights and numerics of these names."""
+    """A prompt and its choices, with the identities of weights and numerics, which also determine the answer."""
 
     record: RequestRecord
     model_fingerprint: str
@@ -61,9 +61,9 @@ class TranscriptPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """`id`, `created` (Unix seconds) and `model` are those of the answer. `how` its text was read says which tokens a
-    stop string was looked for in. `adapter` is the digest of one, whose path is the server's own business; `version` is
-    that of the program."""
+    """`id`, `created` (Unix seconds) and `model` are those of the answer. `how` the text was parsed determines in which
+    tokens a stop string was looked for. `adapter` is the adapter's digest, because its path is private to the server;
+    `version` is the program's."""
 
     id: str
     created: int
@@ -80,15 +80,15 @@ class _PartNamed(msgspec.Struct, frozen=True):
 
 
 class _Named(msgspec.Struct, frozen=True):
-    """The fields of a transcript by name, where those that are not known would be passed over, and nothing else."""
+    """The fields of a transcript by name, at the places where decoding would ignore unknown ones."""
 
     parts: list[_PartNamed]
     how: dict[str, Any] = {}
 
 
 class Difference(NamedTuple):
-    """The first one of a transcript. `position` is that of an output token (of a prompt token, where `what` says so);
-    None where all tokens are the same, and the ending is not."""
+    """The first difference in a choice. `position` is that of an output token (of a prompt token, if `what` says so);
+    None if all tokens are equal but the endings differ."""
 
     part: int
     choice: int
@@ -101,17 +101,17 @@ class Difference(NamedTuple):
 
 
 class Outcomes:
-    """Takes what comes of some choices, numbered through, as it comes; up to what a transcript holds."""
+    """Collects the updates of numbered choices as they come, up to the size of a transcript."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, list[int]] = {}
         self._logprobs: dict[int, list[TokenLogprobs]] = {}
         self._endings: dict[int, Finish] = {}
-        self._num_bytes = 0  # about
+        self._num_bytes = 0  # an estimate
 
     @property
     def too_many(self) -> bool:
-        """It is more than a transcript holds: nothing of it is kept any more."""
+        """Whether it exceeds a transcript's size; then nothing is kept any more."""
         return self._num_bytes > MAX_TRANSCRIPT_BYTES
 
     def take(self, update: Update) -> None:
@@ -128,7 +128,7 @@ class Outcomes:
             self._endings[update.choice] = update.finish
 
     def choice(self, index: int) -> ToldChoice:
-        """One that has ended. Raises KeyError for others."""
+        """A choice that has ended. Raises KeyError for others."""
         ending = self._endings[index]
         return ToldChoice(
             token_ids=self._tokens.get(index, []),
@@ -165,7 +165,7 @@ def transcript_of(job: Job, parts: list[TranscriptPart]) -> Transcript:
 
 
 def _of_nobody(record: RequestRecord) -> RequestRecord:
-    """What tokens follow from, and nothing of who asked, where from, and how urgently."""
+    """The fields that determine the tokens, without those that say who asked, from where, and how urgently."""
     return RequestRecord(request_id=record.request_id, prompt_token_ids=record.prompt_token_ids, task=record.task)
 
 
@@ -179,7 +179,7 @@ def _finite(value: float) -> float | None:
 
 
 def read_transcript(data: bytes) -> Transcript:
-    """Raises ValueError for what is none, in words for whoever gave it."""
+    """Raises ValueError if `data` is not a transcript, with a message for whoever supplied it."""
     if len(data) > MAX_TRANSCRIPT_BYTES:
         raise ValueError(f"a transcript has at most {MAX_TRANSCRIPT_BYTES} bytes")
     try:
@@ -195,7 +195,7 @@ def read_transcript(data: bytes) -> Transcript:
 
 
 def _unknown(raw: _Named) -> Iterator[str]:
-    """Fields that would be passed over: another version might compute otherwise because of them."""
+    """Fields that decoding would ignore, but because of which another version may compute differently."""
     known = set(Generate.__struct_fields__) | {"type"}
     yield from map(ascii, raw.how.keys() - set(HowRead.__struct_fields__))
     for function in raw.how.get("functions", ()):
@@ -240,7 +240,7 @@ def _are_ends(token_ids: Sequence[int]) -> bool:
 
 
 def other_conditions(kept: Transcript, model_fingerprint: str, numerics_id: str) -> list[str]:
-    """What tokens follow from besides the record, and is not the same here: equal ones are not to be expected then."""
+    """Differences in weights and numerics, because of which equal tokens are not to be expected here."""
     found = []
     for name, here in (("model_fingerprint", model_fingerprint), ("numerics_id", numerics_id)):
         there = {getattr(part, name) for part in kept.parts} - {here}
@@ -249,7 +249,7 @@ def other_conditions(kept: Transcript, model_fingerprint: str, numerics_id: str)
 
 
 def differences(kept: Transcript, now: Transcript) -> Iterator[Difference]:
-    """The first of each choice, in order; of the two, one is what the other was made from."""
+    """The first difference of each choice, in order. `now` must be a replay of `kept`."""
     for index, (old, new) in enumerate(zip(kept.parts, now.parts, strict=True)):
         where = _first(old.prompt_logprobs, new.prompt_logprobs)
         if where is not None:
@@ -273,7 +273,7 @@ def _difference(old: ToldChoice, new: ToldChoice) -> tuple[int | None, str] | No
 
 
 def _first(old: Sequence[object] | None, new: Sequence[object] | None) -> int | None:
-    """The first index at which two lists differ, where one ends too; None where they do not."""
+    """The first index at which two lists differ or only one of them ends; None if they are equal."""
     one, other = old or (), new or ()
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:

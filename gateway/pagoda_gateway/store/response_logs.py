@@ -1,9 +1,9 @@
-"""What lies beside the record of a response: logs, each of which its record names, or an entry of LOOSE.
+"""The logs beside the record of a response: each is named by the record, or by an entry in LOOSE.
 
-Who writes logs that no record names yet, or makes a record name them no more, says so in an entry first; the entry goes
-when that is over. Of one that was left, by a gateway that was killed or does not know what became of its last write,
-whoever sweeps drops the logs that the record does not name by then. Who finds that his entry was swept has been too
-slow, and takes back what he wrote.
+A writer that writes logs no record names yet, or makes a record stop naming them, adds an entry first and removes it
+afterwards. An entry may be left behind by a gateway that was killed, or that does not know the outcome of its last
+write; a sweep then drops the entry's logs that the record does not name by then. A writer that finds its entry swept
+was too slow, and takes back what it wrote.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class _Loose(msgspec.Struct, frozen=True):
-    """Logs of the response `name` that may have no record, `since` this Unix time."""
+    """Logs of the response `name` that possibly no record names, `since` this Unix time."""
 
     name: str
     logs: list[str]
@@ -60,7 +60,7 @@ def not_found(name: str) -> PagodaError:
 
 
 def log_of(name: str, kind: str, content: str = "") -> str:
-    """`content`: a name of its writer's own, "" where there is only one writer."""
+    """`content`: a name unique to the write, "" if there is only one writer."""
     return f"response/{name}/{kind}" + (f"/{content}" if content else "")
 
 
@@ -69,7 +69,7 @@ def new_content() -> str:
 
 
 class LooseLogs:
-    """`named` tells the logs that the record of a response names now."""
+    """`named` returns the logs that the record of a response names now."""
 
     def __init__(
         self, store: Store, expiry: Callable[[], float], named: Callable[[str], Awaitable[Collection[str]]]
@@ -83,14 +83,14 @@ class LooseLogs:
         return await self._put(secrets.token_hex(16), loose, ABSENT)
 
     async def enter_going(self, name: str, logs: Collection[str]) -> Entry:
-        """Of logs that are to go: where there is no room for an entry they go without."""
+        """Add an entry for logs to be deleted; if there is no room for one, they are deleted without."""
         try:
             return await self.enter(name, logs)
         except Full:
             return Entry("", _Loose(name, sorted(logs), 0.0), ABSENT)
 
     async def settle(self, entry: Entry) -> None:
-        """Drop those that the record does not name. Raises Conflict where the entry was swept meanwhile."""
+        """Drop the logs that the record does not name. Raises Conflict if the entry was swept meanwhile."""
         named = await self._named(entry.loose.name)
         for log in entry.loose.logs:
             if log not in named:
@@ -99,7 +99,7 @@ class LooseLogs:
             await self._store.delete(LOOSE, entry.key, expect=entry.version)
 
     async def sweep(self) -> None:
-        """Settle what others have left."""
+        """Settle entries that other writers have left behind."""
         async for record in records_of(self._store, LOOSE, ""):
             with suppress(Unreadable, Conflict):  # .. another gateway is at it
                 loose = decoded(record.key, record.value, _Loose)
@@ -107,10 +107,10 @@ class LooseLogs:
                     await self.settle(await self._swept(record, loose))
 
     async def _swept(self, record: Record, loose: _Loose) -> Entry:
-        """Of another version, as its writer finds then."""
+        """The entry rewritten with a new version, which tells its writer that it was swept."""
         try:
             return await self._put(record.key, loose, record.version)
-        except Full:  # it makes room
+        except Full:  # settling it makes room
             return Entry(record.key, loose, record.version)
 
     async def _put(self, key: str, loose: _Loose, expect: int) -> Entry:
@@ -120,7 +120,7 @@ class LooseLogs:
 
 
 class Logs:
-    """Logs of one store, by their names. `expiry`: when one that is written now vanishes."""
+    """Reads and writes logs of one store. `expiry` returns when a log that is written now expires."""
 
     def __init__(self, store: Store, expiry: Callable[[], float]) -> None:
         self._store = store
@@ -143,26 +143,26 @@ class Logs:
         return size
 
     async def add_events(self, name: str, events: Sequence[bytes], index: int) -> None:
-        """One that is too large for a part lies aside. Raises Conflict where there are not `index` events."""
+        """An event too large for a part goes to a log aside. Raises Conflict unless there are `index` events."""
         parts = [one if len(one) <= MAX_PART_BYTES else await self._laid_aside(name, one) for one in events]
         for group in _groups(parts):
             index = await self._store.append(log_of(name, EVENTS), group, index=index, expires_at=self._expiry())
 
     async def _laid_aside(self, name: str, event: bytes) -> bytes:
-        """What stands in its place: no event begins like it."""
+        """The part that stands for it in the log of events; no event begins like that."""
         expires_at, log = self._expiry(), log_of(name, LARGE)
         ends = [await self._store.append(log, [piece], expires_at=expires_at) for piece in parts_of(event)]
         return msgspec.json.encode([end - 1 for end in ends])
 
     async def events(self, name: str, start: int = 0) -> AsyncIterator[bytes]:
-        """Those from `start` on that there are now. Raises PagodaError NOT_FOUND where one has expired."""
+        """The events stored so far, from `start` on. Raises PagodaError NOT_FOUND if one has expired."""
         while parts := await self._store.read(log_of(name, EVENTS), start):
             for part in parts:
                 yield await self._whole(name, part)
             start += len(parts)
 
     async def _whole(self, name: str, part: bytes) -> bytes:
-        """An event, from what stands in its place."""
+        """The event, from its part."""
         if not part.startswith(b"["):
             return part
         found = [await self._store.read(log_of(name, LARGE), at) for at in decoded(name, part, list[int])]
@@ -172,7 +172,7 @@ class Logs:
 
 
 async def records_of(store: Store, collection: str, owner: str) -> AsyncIterator[Record]:
-    """The oldest first."""
+    """All records of an owner, the oldest first."""
     after = None
     while True:
         page = await store.page(collection, owner, limit=MAX_PAGE_RECORDS, after=after, newest_first=False)
@@ -184,7 +184,7 @@ async def records_of(store: Store, collection: str, owner: str) -> AsyncIterator
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Its result. Who is cancelled meanwhile is told so when it is over."""
+    """Its result. If the caller is cancelled meanwhile, CancelledError is raised once the work is done."""
     task, left = asyncio.create_task(work), None
     while not task.done():
         try:
@@ -199,7 +199,7 @@ async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _groups(parts: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """As many as may be appended at once."""
+    """Groups of as many parts as fit in one append."""
     group, room = list[bytes](), MAX_APPEND_BYTES
     for part in parts:
         if group and (len(group) == PAGE or len(part) > room):
