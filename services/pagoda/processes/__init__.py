@@ -1,1 +1,1 @@
-"""Starting, watching, restarting and ending the processes of one machine."""
+"""Starts, watches, restarts and stops the processes of one machine."""

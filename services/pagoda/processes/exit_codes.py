@@ -1,8 +1,8 @@
-"""What the end of a process says to whoever started it.
+"""Exit codes.
 
 0  stopped cleanly        1  crashed
-2  refused: the configuration cannot work, and starting again will not help
-3  something it depends on could not be reached at start
+2  refused: the configuration cannot work, and a restart will not help
+3  something it depends on could not be reached at startup
 """
 
 from __future__ import annotations

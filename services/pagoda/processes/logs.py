@@ -8,11 +8,11 @@ import logging
 import sys
 import time
 
-# Their info level is noise to an operator.
+# Their info messages are noise to an operator.
 QUIET = ("uvicorn", "httpx", "httpx2", "httpcore", "urllib3", "filelock", "asyncio")
 
 
-# The logger's name in the entry of a line that no logger of ours wrote.
+# The logger's name for lines that no logger of ours wrote.
 OUTPUT = "output"
 
 
@@ -35,7 +35,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def as_entry(process_name: str, line: str) -> str:
-    """What a process wrote itself, or a library of it, as one JSON object; an entry as it is."""
+    """A line of a process's plain output as one JSON object; a line that is one already stays as it is."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(json.loads(line), dict):
             return line

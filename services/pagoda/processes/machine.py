@@ -12,7 +12,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def memory_limit(root: Path = _CGROUP) -> int | None:
-    """Bytes the control group grants; None is no limit."""
+    """The control group's limit in bytes; None means no limit."""
     words = (system_text(root / "memory.max") or system_text(root / "memory/memory.limit_in_bytes")).split()
     if not words or words[0] == "max" or int(words[0]) >= 2**60:
         return None
@@ -20,7 +20,7 @@ def memory_limit(root: Path = _CGROUP) -> int | None:
 
 
 def memory_info(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """Bytes by name (`MemTotal`, `MemAvailable`, ..); empty where the system has no such file."""
+    """Bytes by name (`MemTotal`, `MemAvailable`, ..); empty if the system has no such file."""
     rows = (line.split() for line in system_text(path).splitlines())
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) >= 2}
 
@@ -34,5 +34,5 @@ def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
 
 
 def has_nvidia_device(devices: Path = Path("/dev")) -> bool:
-    """Whether a driver offers an NVIDIA GPU here; under WSL it has a file of another name."""
+    """Whether there is an NVIDIA GPU's device file; under WSL it has another name."""
     return any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()

@@ -1,4 +1,4 @@
-"""The HTTP address is taken before anything is started that would have to be stopped again."""
+"""Binds the HTTP address before anything is started that would otherwise have to be stopped again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagoda_gateway.http.listening import bind
 
 
 def take_address(settings: Settings) -> socket.socket:
-    """Bound to the configured host and port. Raises ConfigError, which names flags and places, when it cannot be."""
+    """Bind the configured host and port. Raises ConfigError, which names the options and their sources, on failure."""
     config = settings.build(GatewayConfig)
     try:
         return bind(config.host, config.port)
@@ -22,7 +22,7 @@ def take_address(settings: Settings) -> socket.socket:
 
 
 def inherited(fd: int) -> socket.socket:
-    """What the supervisor has taken. Raises ConfigError unless it is a socket."""
+    """The socket that the supervisor has bound. Raises ConfigError unless it is a socket."""
     try:
         return socket.socket(fileno=fd)
     except OSError as error:
@@ -30,7 +30,7 @@ def inherited(fd: int) -> socket.socket:
 
 
 def address_problem(host: str, port: int) -> str:
-    """Why nothing can listen there, "" if something can."""
+    """Why nothing can listen there; "" if something can."""
     try:
         bind(host, port).close()
     except (OSError, UnicodeError) as error:

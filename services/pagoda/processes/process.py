@@ -1,6 +1,6 @@
-"""What every process of the tower does around its work: die with its parent, obey signals, report, exit with a meaning.
+"""What every process does around its work: die with its parent, obey signals, report, exit with a meaningful code.
 
-The first SIGTERM or SIGINT asks to stop; the second one ends the process at once.
+The first SIGTERM or SIGINT asks it to stop; the second one ends it at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pagoda.settings.problems import ConfigError
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
-MANY_FILES = 65536  # that may be open at once
-LONGEST_WHY = 1000  # an event must fit into a pipe at once
+MANY_FILES = 65536  # wanted limit of open files
+LONGEST_WHY = 1000  # an event must fit into a pipe in one write
 UP_EVENTS = frozenset({"listening", "loaded", "ready"})
-# The last when a terminal is closed, unless nohup has it ignored.
+# SIGHUP comes when a terminal is closed, and counts unless nohup has it ignored.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT) + (
     () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 )
@@ -41,9 +41,9 @@ _CONFIG_CODES = {ErrorCode.INVALID_ARGUMENT, ErrorCode.MODEL_NOT_FOUND, ErrorCod
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent goes, however that happens; Linux only, elsewhere nothing.
+    """Have the kernel kill this process when its parent ends, for whatever reason. Does nothing except on Linux.
 
-    The parent may be gone before the request is made, so who the parent is gets checked after it.
+    The parent may end before the request is made, so the parent's pid is checked after it.
     """
     if not parent_pid or not sys.platform.startswith("linux"):
         return
@@ -53,24 +53,24 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def allow_files() -> None:
-    """Have as many open files as are wanted and may be had. The usual soft limit, 1024, is there for programs that
-    `select`; a gateway's limit of connections is higher, and whoever has no file left cannot even tell its health."""
+    """Raise the limit of open files as far as wanted and allowed. The usual soft limit, 1024, exists for programs that
+    use `select`; a gateway allows more connections, and without a free file it could not even report its health."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < MANY_FILES:
-        with contextlib.suppress(ValueError, OSError):  # where a system has a limit of its own behind `hard`
+        with contextlib.suppress(ValueError, OSError):  # some systems have a lower limit than `hard`
             resource.setrlimit(resource.RLIMIT_NOFILE, (MANY_FILES if hard < 0 else min(hard, MANY_FILES), hard))
 
 
 class StatusPipe:
-    """Writes events to the supervisor, one JSON object per line; without a pipe they are logged.
+    """Writes events to the supervisor, one JSON object per line; without a pipe it logs them.
 
-    A supervisor that does not read must not stop our work, so an event that finds the pipe full is dropped.
+    A supervisor that does not read must not block our work, so an event is dropped if the pipe is full.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._lock = threading.Lock()
-        self.up = False  # has reported that it works: what fails from now on is not its configuration
+        self.up = False  # has reported that it works: later failures are not the configuration's
         if fd >= 0:
             os.set_blocking(fd, False)
 
@@ -92,7 +92,7 @@ class StatusPipe:
 def run_async(serve: Callable[[asyncio.Event], Awaitable[None]], report: StatusPipe) -> int:
     """Run a tier on an event loop until it ends or a signal asks it to; returns the exit code.
 
-    The loop itself beats on the status pipe, so a loop that is stuck falls silent.
+    The loop itself sends heartbeats on the status pipe, so a loop that hangs falls silent.
     """
 
     async def main() -> None:
@@ -121,12 +121,12 @@ async def _beat(report: StatusPipe) -> None:
 
 
 def insists(signum: int) -> bool:
-    """Whether a signal that is sent again is to end us at once."""
-    return signum != signal.SIGHUP  # of which a shell and the kernel both tell
+    """Whether this signal, sent a second time, ends us at once."""
+    return signum != signal.SIGHUP  # which both a shell and the kernel send
 
 
 def stop_on(stop: threading.Event | asyncio.Event, signum: int) -> None:
-    """Have it stop in order; a signal that is sent again ends it at once."""
+    """Ask for an orderly stop; a second signal ends the process at once."""
     if stop.is_set() and insists(signum):
         os._exit(EXIT_CRASH)
     stop.set()
@@ -135,7 +135,7 @@ def stop_on(stop: threading.Event | asyncio.Event, signum: int) -> None:
 def run_blocking(run: Callable[[threading.Event], None], report: StatusPipe) -> int:
     """Run a tier in the main thread until it ends or a signal asks it to; returns the exit code.
 
-    It beats meanwhile; whether its work advances is the engine core's to judge.
+    A thread sends heartbeats meanwhile; the engine core judges whether the tier's work advances.
     """
     stop = threading.Event()
 
@@ -147,7 +147,7 @@ def run_blocking(run: Callable[[threading.Event], None], report: StatusPipe) -> 
 
 @contextlib.contextmanager
 def beating(report: StatusPipe) -> Iterator[None]:
-    """Have a thread beside what is done beat on the status pipe: that shows a process that is not frozen."""
+    """Send heartbeats on the status pipe from a separate thread, which shows that the process is not frozen."""
     over = threading.Event()
 
     def beat() -> None:
@@ -165,7 +165,7 @@ def beating(report: StatusPipe) -> Iterator[None]:
 
 
 def run_guarded(run: Callable[[], None], report: StatusPipe) -> int:
-    """Run and turn what it raises into an exit code: one line for what an operator can mend, a traceback for a bug."""
+    """Run, and turn an exception into an exit code; logs one line if an operator can fix it, a traceback for a bug."""
     try:
         run()
     except Exception as error:
@@ -187,7 +187,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def exit_code(error: Exception, *, up: bool) -> int:
-    """What an error means to whoever started the process. `up` tells whether the process ever worked."""
+    """The exit code for an error. `up` says whether the process ever worked."""
     if isinstance(error, ConfigError):
         return EXIT_CONFIG
     if isinstance(error, PagodaError):
@@ -202,7 +202,7 @@ def exit_code(error: Exception, *, up: bool) -> int:
 
 
 def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """For `asyncio.Runner(loop_factory=..)`: uvloop's where it is installed, otherwise None."""
+    """For `asyncio.Runner(loop_factory=..)`: uvloop's if it is installed, otherwise None."""
     try:
         import uvloop
     except ImportError:

@@ -1,8 +1,8 @@
-"""How soon a child is started again: what a life has lasted counts towards the pause after it.
+"""How soon a child is restarted: the time it lived counts towards the pause.
 
-So one that works and is killed now and then is back at once, however often that happens; one that falls over as
-soon as it is up is started every `most_s` at most; and one that fails by itself before it is up waits longer each time,
-because only somebody from outside can mend what it lacks.
+So a child that works and is killed now and then is back at once, however often that happens; one that crashes as soon
+as it is up is restarted at most every `most_s`; and one that fails by itself before it is up waits longer each time,
+because the cause must be fixed from outside.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from pagoda_proto import times
 
-CRASH_LOOP = 5  # deaths in a row after which each further one is reported as a crash loop
+CRASH_LOOP = 5  # from this many consecutive deaths on, each is reported as a crash loop
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pauses:
-    """Seconds before a restart. Both pauses double with every death in a row, up to their most."""
+    """Seconds before a restart. Both pauses double with every consecutive death, up to their maximum."""
 
     first_s: float = times.RESTART_FIRST_S
     most_s: float = times.RESTART_MOST_S
@@ -41,8 +41,8 @@ class Lives:
 
     pauses: Pauses
     was_up: bool = False  # in any life
-    deaths_in_a_row: int = 0  # without a life in between that lasted long enough
-    _failures_in_a_row: int = 0  # lives that ended by themselves before they were up
+    deaths_in_a_row: int = 0  # since the last life that lasted long enough
+    _failures_in_a_row: int = 0  # consecutive lives that ended by themselves before they were up
     _began_at: float = 0.0
     _up_at: float | None = None
 
@@ -50,7 +50,7 @@ class Lives:
         self._began_at, self._up_at = now, None
 
     def come_up(self, now: float) -> None:
-        """It has said that it works; saying so again changes nothing."""
+        """The child has reported that it works; further reports change nothing."""
         if self._up_at is None:
             self._up_at, self.was_up, self._failures_in_a_row = now, True, 0
 
@@ -66,7 +66,7 @@ class Lives:
 
     @property
     def is_up(self) -> bool:
-        """Whether the present life, or else the last, has said that it works."""
+        """Whether the current life, or else the last one, has reported that it works."""
         return self._up_at is not None
 
     @property

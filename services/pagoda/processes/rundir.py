@@ -1,7 +1,7 @@
-"""The private directory for a run's sockets: mode 0700, short enough for a socket path, swept up after a crash.
+"""The private directory for a run's sockets: mode 0700, short enough for a socket path, removed after a crash.
 
 A run holds a lock on its directory for as long as it lives; a directory whose lock is free belongs to a run that died.
-A lock appears locked: it gets its name when it is held.
+The lock file gets its name only once the lock is held.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagoda.settings.problems import ConfigError
 from pagoda.settings.resolving import environment_value
 
 PREFIX = "pagoda-"
-LONGEST = 107 - len("/pagoda-12345678/workers.sock")  # a unix socket's path has at most 107 bytes
+LONGEST = 107 - len("/pagoda-12345678/workers.sock")  # a Unix socket's path has at most 107 bytes
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a person sees while `pagoda serve` starts: progress on a terminal, plain lines elsewhere, then how to use it."""
+"""What `pagoda serve` shows while it starts: progress on a terminal, plain lines elsewhere, then how to use it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORKER_COLOURS = ("green", "yellow", "blue", "bright_cyan")
 
 
 def announcement(url: str, gateway: GatewayConfig, seconds: float, locked: bool, kind: str = GENERATE) -> str:
-    """The text printed once requests can be served; `locked`: they must show an API key. `kind` is the model's."""
+    """The text printed once requests can be served; `locked`: they need an API key. `kind` is the model's."""
     model = gateway.model_names[0]
     header = ' -H "authorization: Bearer $PAGODA_API_KEY"' if locked else ""
     key = 'os.environ["PAGODA_API_KEY"]' if locked else '"none"'
@@ -35,7 +35,7 @@ def announcement(url: str, gateway: GatewayConfig, seconds: float, locked: bool,
     return f"\nPagoda serves {model} at {url} (ready in {seconds:.1f} s)\n\n{curl}{code if kind != CLASSIFY else ''}"
 
 
-# By what the model is for: a path, a body, and what a program does with its client.
+# By kind of model: a path, a body, and lines of a program that uses the client.
 _EXAMPLES = {
     GENERATE: (
         "/v1/chat/completions",
@@ -53,7 +53,7 @@ _EXAMPLES = {
 
 
 def announce(text: str, as_json: bool) -> None:
-    """For people all of it on standard output, else its first line as an event."""
+    """Print all of it on standard output, or log its first line if `as_json`."""
     if as_json:
         log.info("%s", text.strip().partition("\n")[0])
     else:
@@ -61,7 +61,7 @@ def announce(text: str, as_json: bool) -> None:
 
 
 class StartupView:
-    """Prints the children's lines with their names in front, or as JSON, and draws loading progress on a terminal."""
+    """Prints the children's lines, prefixed by their names or as JSON, and draws loading progress on a terminal."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
@@ -82,7 +82,7 @@ class StartupView:
             self._console.print(Text.assemble((f"[{child}] ", colour), Text.from_ansi(line)))
 
     def loading(self, child: str, num_bytes: int, of: int, what: str = "loading weights") -> None:
-        """Show how far a worker's weights have come."""
+        """Show how much of a worker's weights is loaded."""
         if self._plain:
             self._log_loading(child, num_bytes, of, what)
             return

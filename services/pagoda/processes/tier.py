@@ -1,4 +1,4 @@
-"""How the process of one tier begins: open files, settings, log, bond with its parent, status pipe."""
+"""How the process of one tier begins: limit of open files, settings, tie to its parent, log, status pipe."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pagoda.settings.resolving import Settings, resolve
 
 
 def begin(command: str, arguments: argparse.Namespace) -> tuple[Settings, StatusPipe]:
-    """Settings of this process and the pipe to report on.
+    """The settings of this process and the pipe for its reports.
 
     Raises:
-        ConfigError: the settings cannot be used.
+        ConfigError: the settings are invalid.
     """
     put_off_collections()
     allow_files()
