@@ -1,4 +1,4 @@
-"""Bodies of what loads and unloads adapters, as vLLM has them."""
+"""Request bodies for loading and unloading adapters, as in vLLM."""
 
 from __future__ import annotations
 

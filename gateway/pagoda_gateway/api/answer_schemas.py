@@ -1,4 +1,4 @@
-"""What the routes answer, for /openapi.json. Tests hold real answers against these; nothing here runs in a request."""
+"""Schemas of the routes' answers, for /openapi.json. Tests check real answers against them; no request uses them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ErrorObject(Answered):
 
 
 class Failure(Answered):
-    """What an API says of a request that failed."""
+    """The body of a failed request's answer."""
 
 
 class ErrorAnswer(Failure):
@@ -165,7 +165,7 @@ class TextContent(Answered):
 
 
 class ThinkingContent(Answered):
-    """The signature is empty: nobody here reads it."""
+    """The signature is empty: it is not used here."""
 
     type: Literal["thinking"]
     thinking: str
@@ -308,7 +308,7 @@ class TranscriptPartShown(Answered):
 
 
 class TranscriptShown(Answered):
-    """`record` is what the engine core was asked, `choices` the tokens of each and how it ended."""
+    """`record` is what was sent to the engine core; `choices` are the tokens of each choice and how it ended."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""What every body and every query is: strict, and without a field that is not named."""
+"""Base classes of request bodies and queries: strict, with unknown fields refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-Text = str  # bounded by the body, and by the model's context
+Text = str  # bounded by the body's size and the model's context
 
 
 def _something_is_kept(value: int) -> int:
@@ -15,19 +15,19 @@ def _something_is_kept(value: int) -> int:
     return value
 
 
-Kept = Annotated[int, Field(ge=-1), AfterValidator(_something_is_kept)]  # of a prompt's tokens, the last ones
+Kept = Annotated[int, Field(ge=-1), AfterValidator(_something_is_kept)]  # tokens to keep; -1: all that fit
 Id = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class Body(BaseModel):
-    """`max_values` bounds arrays and objects together, before anything of a body is parsed."""
+    """`max_values` bounds the values in arrays and objects together, checked before a body is parsed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     max_values: ClassVar[int] = 2**17
 
 
 def _number(text: Any) -> Any:
-    """Queries and forms are text."""
+    """Convert a number from a query or a form, whose values are text."""
     return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 16 else text
 
 
@@ -42,7 +42,7 @@ Flag = BeforeValidator(_flag)
 
 
 def kind_of_prompts(value: Any) -> str:
-    """The first element tells; what it does not fit is reported by the kind it would be."""
+    """The kind of a prompt by its first element; errors are then reported for that kind."""
     if not isinstance(value, list):
         return "text"
     first = value[0] if value else ""
@@ -50,7 +50,7 @@ def kind_of_prompts(value: Any) -> str:
 
 
 def only(*known: str, said: str = "is of type {kind}; supported here: {known}") -> BeforeValidator:
-    """Objects of other types are refused in one sentence, whatever else is in them."""
+    """Refuse objects of other types in one sentence, whatever else they contain."""
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -62,7 +62,7 @@ def only(*known: str, said: str = "is of type {kind}; supported here: {known}") 
 
 
 class Query(BaseModel):
-    """What stands behind the question mark of a list."""
+    """The query parameters of a list."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     after: Id | None = None

@@ -1,6 +1,6 @@
-"""What a client is told of a failure, in its API's shape; the words are the same in all of them.
+"""Error bodies in the shape of each API; the messages are the same in all of them.
 
-By its path alone a request is known to be of an API, so that even what refuses it unread speaks that API's language.
+A request's path alone determines its API, so even a request that is refused unread gets that API's error format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pagoda_gateway.api.answer_schemas import ErrorAnswer, Failure, MessagesErro
 from pagoda_gateway.keys.quota_headers import QuotaHeaders, anthropic_quota_headers, openai_quota_headers
 from pagoda_proto.errors import ErrorCode, PagodaError
 
-SILENT = frozenset({ErrorCode.INTERNAL, ErrorCode.PROTOCOL_ERROR})  # what they say is for the log
+SILENT = frozenset({ErrorCode.INTERNAL, ErrorCode.PROTOCOL_ERROR})  # their messages are only for the log
 OVERLOADED_STATUS = 529
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -27,9 +27,9 @@ _ANTHROPIC_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorShape:
-    """`body` is made of the error and the request's id, for a response or an event, which `event` names if need be.
+    """`body` builds the error object from the error and the request's id, for a response or an event named `event`.
 
-    `quota_headers` go with every answer to who has limits, so that a failure of theirs can be foreseen.
+    `quota_headers` are sent with every answer to a caller that has limits, so that it can foresee a refusal.
     """
 
     status: Callable[[PagodaError], int]
@@ -49,7 +49,7 @@ def anthropic_status(error: PagodaError) -> int:
 
 
 def anthropic_error(error: PagodaError, request_id: str) -> dict[str, Any]:
-    """It has no place for the field's name but the message."""
+    """Anthropic's error object has no field for `param`, so the message names it."""
     status, message = anthropic_status(error), told(error)
     if error.param is not None and not message.startswith(f"{error.param}:"):
         message = f"{error.param}: {message}"
@@ -72,18 +72,18 @@ ANTHROPIC_ERRORS = ErrorShape(
 
 
 def set_shape(scope: MutableMapping[str, Any], shapes: Mapping[str, ErrorShape]) -> None:
-    """`shapes` are those of paths, and of what lies below them. `scope` is ASGI's."""
+    """Set the shape by path: `shapes` are keyed by paths, and hold for paths below them too. `scope` is ASGI's."""
     path = scope["path"] + "/"
     found = (shape for place, shape in shapes.items() if path.startswith(place + "/"))
     set_shape_of(scope, next(found, OPENAI_ERRORS))
 
 
 def set_shape_of(scope: MutableMapping[str, Any], shape: ErrorShape) -> None:
-    """Where the path does not tell it."""
+    """Set the shape if the path does not determine it."""
     scope.setdefault("state", {})["error_shape"] = shape
 
 
 def shape_of(scope: Mapping[str, Any]) -> ErrorShape:
-    """As `set_shape` left it; OpenAI's where nobody did."""
+    """The shape that `set_shape` has set; OpenAI's by default."""
     shape: ErrorShape = scope.get("state", {}).get("error_shape", OPENAI_ERRORS)
     return shape

@@ -1,4 +1,4 @@
-"""Any failure becomes one error object; its words are for the client and hold no inner detail."""
+"""Turns any failure into one error object; its message is for the client and reveals no internals."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 MAX_PROBLEMS = 8
 MAX_EXAMINED = 64
 MAX_SHOWN_CHARS = 48
-FAILURE = "failure"  # in a request's state: with which code it is answered
+FAILURE = "failure"  # in a request's state: the error code of its answer
 
 
 def error_response(error: PagodaError, scope: Mapping[str, Any]) -> Response:
-    """Status, object, and the headers from which clients' retry logic takes its orders. `scope` is the request's, {}
-    before there is one.
+    """Status, error object, and the headers that control clients' retries. `scope` is the request's, {} before there
+    is one.
     """
     shape = shape_of(scope)
     headers = {"x-should-retry": "true" if error.status.retryable else "false"}
@@ -50,13 +50,13 @@ def error_response(error: PagodaError, scope: Mapping[str, Any]) -> Response:
 
 
 def request_id_of(scope: Mapping[str, Any]) -> str:
-    """As the app's edge has given it; "" where there is none."""
+    """The id that the app's edge has given it; "" if none."""
     request_id: str = scope.get("state", {}).get("request_id", "")
     return request_id
 
 
 def install(app: FastAPI) -> None:
-    """Let every way a handler can fail end in `error_response`."""
+    """Make every failure of a handler end in `error_response`."""
 
     async def answer(request: Request, error: Exception) -> Response:
         response = error_response(_failure(request, error), request.scope)
@@ -80,7 +80,7 @@ def _failure(request: Request, error: Exception) -> PagodaError:
 
 
 def internal(error: Exception, scope: Scope) -> PagodaError:
-    """A bug: the client gets an id that finds the trace in the log, and nothing else."""
+    """A bug: the client gets only an id, by which the traceback can be found in the log."""
     error_id = request_id_of(scope) or secrets.token_hex(8)
     logger.error("request %s: unexpected %s", error_id, type(error).__name__, exc_info=error)
     return PagodaError(ErrorCode.INTERNAL, f"see the log of request {error_id}")
@@ -99,12 +99,12 @@ def _from_http(error: HTTPException, request: Request) -> PagodaError:
 
 
 def invalid_fields(error: ValidationError, body: Any) -> InvalidParams:
-    """What pydantic found in `body`, each problem named by its path in the request, such as messages[0].content."""
+    """The problems that pydantic found in `body`, each with its path in the request, such as messages[0].content."""
     return _invalid([_problem(item, body) for item in error.errors(include_url=False)])
 
 
 def _invalid(problems: list[Problem]) -> InvalidParams:
-    """A union reports the problems of every alternative: what lies deepest tells most, and one per place is enough."""
+    """Pydantic reports problems of every alternative of a union: keep the deepest ones, and one per place."""
     first = {problem.param: problem for problem in reversed(problems[:MAX_EXAMINED])}
     shallow = {param for param in first for other in first if other.startswith((f"{param}.", f"{param}["))}
     kept = [problem for param, problem in first.items() if param not in shallow]
@@ -133,7 +133,7 @@ def _explain(item: ErrorDetails) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The offending value, if it is a short thing to say."""
+    """The offending value, if it is short."""
     if isinstance(value, str):
         return f", got {value[:MAX_SHOWN_CHARS]!a}{'..' if len(value) > MAX_SHOWN_CHARS else ''}"
     if value is None or isinstance(value, bool | int | float):
@@ -142,8 +142,8 @@ def _shown(value: Any) -> str:
 
 
 def _path(loc: tuple[int | str, ...], body: Any, missing: bool) -> str:
-    """pydantic's location without the names of union branches: only what leads through the body itself, and the name
-    of what is `missing` there."""
+    """pydantic's location without the names of union branches: only steps that exist in the body itself, and the name
+    of a `missing` field."""
     path = ""
     for i, step in enumerate(loc):
         last = missing and i == len(loc) - 1

@@ -1,7 +1,7 @@
-"""A request body is JSON in the strict sense, or the answer is 400: nothing odd gets past this point.
+"""Parses request bodies as strict JSON, and answers 400 for anything else.
 
 Refused: other encodings and byte order marks, duplicate keys, NaN and Infinity (also written as 1e999), lone
-surrogates, absurd integers, deep nesting. The size was bounded while the body was read.
+surrogates, absurdly long integers, deep nesting. The size was bounded while the body was read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 MAX_DEPTH = 64
 MAX_VALUES = 2**19  # in arrays and objects together; more would stall the event loop, however small the body
-BYTES_PER_VALUE = 100  # what a value takes as a Python object, in a container
+BYTES_PER_VALUE = 100  # memory of a value as a Python object, in a container
 MAX_KEYS = 2048  # of one object
-MAX_INT_CHARS = 128  # reading and writing one takes the square of its length
+MAX_INT_CHARS = 128  # parsing and printing one takes time quadratic in its length
 MAX_SHOWN_CHARS = 64
-CHUNK_BYTES = 256 * 1024  # looked at in one go: no longer than that is a thread in the way of the event loop
+CHUNK_BYTES = 256 * 1024  # searched in one call, which blocks the event loop
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -34,7 +34,7 @@ def _bad(message: str) -> PagodaError:
 def check_content_type(header: str) -> None:
     """Raises PagodaError unless it is application/json in UTF-8.
 
-    A browser can send other content types across origins without asking; hence only this one is read.
+    Browsers send some other content types across origins without a preflight, so only this one is accepted.
     """
     media_type, *parameters = (part.strip().lower() for part in header.split(";"))
     if media_type != "application/json":
@@ -46,12 +46,12 @@ def check_content_type(header: str) -> None:
 
 
 def parsed_bytes(body: bytes, max_values: int = MAX_VALUES) -> int:
-    """About how much memory the parsed body will take, found before it is parsed; one of more values never is."""
+    """Estimate the memory of the parsed body before parsing it; bodies with more values are refused."""
     return len(body) + BYTES_PER_VALUE * min(body.count(b","), max_values)
 
 
 def parse_object(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Raises PagodaError INVALID_ARGUMENT when `body` is not a strict JSON object."""
+    """Raises PagodaError INVALID_ARGUMENT if `body` is not a strict JSON object."""
     if body.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
         raise _bad("the body starts with a byte order mark; send plain UTF-8")
     _check_shape(body, max_values)
@@ -79,7 +79,7 @@ def parse_object(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
 
 
 def _check_shape(body: bytes, max_values: int) -> None:
-    """Bound the parser's work before it starts, at the speed of searching bytes."""
+    """Bound the parser's work before it starts, at the speed of a byte search."""
     skeleton = outside_strings(body)
     brackets = skeleton.translate(_ONE_KIND, _NO_BRACKETS)
     num_opened = brackets.count(b"[")
@@ -94,13 +94,13 @@ def _check_shape(body: bytes, max_values: int) -> None:
 
 
 def outside_strings(body: bytes, chunk_bytes: int = CHUNK_BYTES) -> bytes:
-    """What is between the strings, chunk by chunk, as searching holds up all threads. Without escapes, every second
-    quote ends a string, whatever is in it."""
+    """The text outside of strings, found chunk by chunk, as searching blocks all threads. Once escapes are removed,
+    every second quote ends a string."""
     pieces: list[bytes] = []
     start = inside = 0
     while start < len(body):
         chunk = body[start : start + chunk_bytes]
-        if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2:  # an escape goes on in the next chunk
+        if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2:  # an escape continues in the next chunk
             chunk += body[start + chunk_bytes : start + chunk_bytes + 1]
         parts = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         pieces.append(b"".join(parts[inside::2]))
@@ -120,7 +120,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_encodable(value: Any) -> None:
-    """String by string, for a string is the longest for which other threads should wait. Raises UnicodeEncodeError."""
+    """Check string by string, so that other threads wait for one string at most. Raises UnicodeEncodeError."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -138,7 +138,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _integer(text: str) -> int:
-    """In Python, so that between two of very many other threads may run."""
+    """Written in Python, so that other threads can run between two of very many integers."""
     if len(text) > MAX_INT_CHARS:
         raise _bad("the body has a number that is too long")
     return int(text)

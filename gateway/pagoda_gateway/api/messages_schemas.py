@@ -1,7 +1,7 @@
-"""The bodies of Anthropic's Messages API, under the same rule as those in `schemas`: a field means what it says, or is
+"""Request bodies of Anthropic's Messages API, by the same rule as in `schemas`: a field does what it says, or is
 refused by name.
 
-`cache_control` is taken and changes nothing: prefixes are cached without being asked for.
+`cache_control` is accepted and changes nothing: prefixes are cached in any case.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TextBlock(Cacheable):
 
 
 class ThinkingBlock(Body):
-    """Shown as the chat template shows what a model thought. A signature is taken back unread."""
+    """Shown to the model as its chat template shows reasoning. The signature is accepted and ignored."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -64,7 +64,7 @@ class ToolResultBlock(Cacheable):
 
 
 def _kind_of_block(value: Any) -> str:
-    """A tag is no key of a block, for the sake of paths in messages."""
+    """The tag of a block's type. A tag must not be a key of a block, so that paths in messages can leave it out."""
     kind = value.get("type") if isinstance(value, dict) else None
     return f"a {kind} block" if isinstance(kind, str) else "a text block"
 
@@ -138,7 +138,7 @@ class Thinking(Body):
 
 
 class CountTokensRequest(Body):
-    """POST /v1/messages/count_tokens: a conversation, and all that changes how the model sees it."""
+    """POST /v1/messages/count_tokens: a conversation, and everything that changes how the model sees it."""
 
     model: Annotated[str, Field(max_length=512)]
     messages: Annotated[list[MessageParam], Field(fail_fast=True, min_length=1)]

@@ -1,4 +1,4 @@
-"""What the routes of models that read answer, for /openapi.json."""
+"""Schemas of the answers of embedding and scoring models, for /openapi.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Embedding(Answered):
 
 
 class EmbeddingsAnswer(Listed):
-    """Base64 is of float32, little-endian."""
+    """Base64 encodes little-endian float32."""
 
     data: list[Embedding]
 
@@ -76,7 +76,7 @@ class Ranked(Answered):
 
 
 class RerankAnswer(Answered):
-    """For a body with `texts` it is a list of {index, score, text} instead."""
+    """For a body with `texts`, a list of {index, score, text} instead."""
 
     id: str
     model: str
@@ -92,10 +92,10 @@ class RankedText(Answered):
 
 
 class Vectors(RootModel[list[list[float]]]):
-    """Of /embed."""
+    """The answer of /embed."""
 
     model_config = ConfigDict(strict=True)
 
 
 class RerankAnswers(RootModel[RerankAnswer | list[RankedText]]):
-    """By what the body has."""
+    """Which one depends on the body."""

@@ -1,4 +1,4 @@
-"""Bodies of what is asked of models that read: as OpenAI, vLLM, Jina, Cohere and text-embeddings-inference have it."""
+"""Request bodies for embedding and scoring models: OpenAI's, vLLM's, Jina's, Cohere's, text-embeddings-inference's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Input = Annotated[
 
 
 class Reading(Body):
-    """What all of these have."""
+    """Fields that all of these have."""
 
     max_values = MAX_VALUES
 

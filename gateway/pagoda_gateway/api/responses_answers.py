@@ -1,4 +1,4 @@
-"""What /v1/responses answers, for /openapi.json. Tests hold real answers against these."""
+"""Schemas of the answers of /v1/responses, for /openapi.json. Tests check real answers against them."""
 
 from __future__ import annotations
 

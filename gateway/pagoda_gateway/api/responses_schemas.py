@@ -1,7 +1,7 @@
-"""The bodies of OpenAI's Responses API, under the same rule as those in `schemas`: a field means what it says, or is
+"""Request bodies of OpenAI's Responses API, by the same rule as in `schemas`: a field does what it says, or is
 refused by name.
 
-What a response put out goes back as it came, so items of the output are items of the input, with their ids and states.
+Clients send a response's output back unchanged, so output items are valid input items, with their ids and states.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class InputText(Body):
 
 
 class OutputText(Body):
-    """Its log-probabilities may come back with it; they say nothing that the text does not."""
+    """Its log-probabilities may be sent back with it, and are ignored."""
 
     type: Literal["output_text"]
     text: Text
@@ -92,7 +92,7 @@ class ReasoningPart(Body):
 
 
 class ReasoningItem(Body):
-    """Shown as the chat template shows what a model thought."""
+    """Shown to the model as its chat template shows reasoning."""
 
     type: Literal["reasoning"]
     id: Label | None = None
@@ -103,7 +103,8 @@ class ReasoningItem(Body):
 
 
 def _kind_of_item(value: Any) -> str:
-    """Messages may come without their type. A tag is no key of an item, for the sake of paths in messages."""
+    """The tag of an item's type, which messages may omit. It must not be a key of an item, so that paths in messages
+    can leave it out."""
     kind = value.get("type") if isinstance(value, dict) else None
     return f"a {kind} item" if isinstance(kind, str) else "a message item"
 
@@ -129,12 +130,12 @@ _ITEM_LIST = TypeAdapter[list[Any]](Items)
 
 
 def read_items(kept: list[dict[str, Any]]) -> list[Item]:
-    """Of what `Item`s were written as."""
+    """Parse stored `Item`s."""
     return _ITEM_LIST.validate_python(kept)
 
 
 class SchemaFormat(Body):
-    """`strict` or not, the output is held to the schema."""
+    """The schema is enforced whether `strict` or not."""
 
     type: Literal["json_schema"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -264,7 +265,7 @@ class ResponsesRequest(Plain):
 
     @property
     def chosen_names(self) -> list[str] | None:
-        """The functions that `tool_choice` names; None where it names none, so that all are meant."""
+        """The functions that `tool_choice` names; None if it names none, which means all."""
         match self.tool_choice:
             case FunctionChoice(name=name):
                 return [name]
@@ -282,7 +283,7 @@ class ResponsesRequest(Plain):
         return Form("", "")
 
 
-# What was not asked for when a response was made is not there; the rest comes anyway.
+# Accepted and ignored: only what was requested when the response was made exists, and it is always included.
 Includes = Annotated[list[Included] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
 INCLUDE = AliasChoices("include[]", "include")
 

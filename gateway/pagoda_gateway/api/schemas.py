@@ -1,7 +1,7 @@
-"""The OpenAI request bodies, with vLLM's extensions. What is not implemented is accepted only where it means nothing.
+"""OpenAI's request bodies, with vLLM's extensions. Fields not implemented are accepted only with no-op values.
 
-Every field of the specification is named here: supported, or restricted to the values that change nothing, so that a
-client is told about the field instead of being misunderstood. Types are strict: no string is taken for a number.
+Every field of the specification is listed: supported, or restricted to values that change nothing, so that a client
+gets an error about the field instead of a wrong result. Types are strict: a string is never taken for a number.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pagoda_proto.params import (
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
-Label = Annotated[str, Field(max_length=512)]  # informational: names, ids of the client's own
+Label = Annotated[str, Field(max_length=512)]  # informational: names, the client's own ids
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong ids, the first one is enough
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong ids, report the first
 Budget = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MetadataKey = Annotated[str, Field(max_length=64)]
 Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
@@ -40,16 +40,16 @@ RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Stop = str | Annotated[list[str], Field(fail_fast=True)]
 
 
-# What a beam search does not look at, so that it is refused, beside what `pagoda_proto.params` refuses.
+# Fields that beam search would ignore, and that are therefore refused, in addition to those in `pagoda_proto.params`.
 BESIDE_BEAMS = (
     "stream", "logprobs", "top_logprobs", "best_of", "echo", "suffix", "tools", "thinking_budget",
     "thinking_token_budget",
 )  # fmt: skip
-PLAIN_VERBOSITY = "medium"  # what clients send who ask for nothing in particular
+PLAIN_VERBOSITY = "medium"  # what clients send by default
 
 
 def stop_strings(stop: Stop | None) -> tuple[str, ...]:
-    """A text is one of them."""
+    """The stop strings as a tuple; a plain string is one of them."""
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
@@ -80,7 +80,7 @@ Content = Annotated[Annotated[Text, Tag("text")] | Annotated[TextParts, Tag("par
 
 
 class Message(Body):
-    """One turn. Fields of answers (refusal, annotations, ..) are taken back as they are sent: empty."""
+    """One turn. Fields of answers (refusal, annotations, ..) are accepted as they are sent: empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -122,7 +122,7 @@ class StreamOptions(Body):
 
 
 def _keyed_by_token_id(value: Any) -> Any:
-    """OpenAI's keys are token ids written as strings."""
+    """Check that keys are token ids written as strings, as in OpenAI's API."""
     if isinstance(value, dict):
         for key in value:
             if not (isinstance(key, str) and _TOKEN_ID.fullmatch(key)):
@@ -131,13 +131,13 @@ def _keyed_by_token_id(value: Any) -> Any:
 
 
 def _plain(kind: Any, parameter: Parameter) -> Any:
-    """A parameter as `pagoda_proto.params` declares it, which checks the range too, for every door alike."""
+    """A parameter's field, as declared in `pagoda_proto.params`, which also checks its range, for every API alike."""
     about = parameter.about if kind is bool else f"{parameter.about}; {parameter.rule}"
     return kind | None, Field(None, description=about)
 
 
 def with_plain_parameters(name: str, base: type[Body], *but: str) -> Any:
-    """A body that has a field for every plain parameter `but` some."""
+    """A body with a field for every plain parameter except those in `but`."""
     kinds = get_type_hints(SamplingParams)
     fields: dict[str, Any] = {each: _plain(kinds[each], PARAMETERS[each]) for each in PLAIN if each not in but}
     return create_model(name, __base__=base, **fields)
@@ -155,7 +155,7 @@ else:
 
 
 class Sampling(PlainParameters):
-    """What chat and plain completions share."""
+    """Fields that chat and plain completions share."""
 
     model: str | None = Field(None, max_length=512, description="served model name; the only model if absent")
     stream: bool | None = None
@@ -285,7 +285,7 @@ class CompletionRequest(Sampling):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize with a `prompt`, or with `messages` as a chat request has them."""
+    """POST /tokenize with a `prompt`, or with `messages` as in a chat request."""
 
     model: str | None = Field(None, max_length=512)
     prompt: Text | None = None

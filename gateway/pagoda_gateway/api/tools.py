@@ -1,4 +1,4 @@
-"""Tools as OpenAI's chat has them: what may be called, and what is to be called."""
+"""Tools in OpenAI's chat API: the functions that may be called, and the choice among them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NONE, AUTO, REQUIRED = "none", "auto", "required"
 
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
-    """Calls have their arguments by name."""
+    """Parameters must be an object: calls pass arguments by name."""
     kind = schema.get("type")
     if kind not in (None, "object") and not (isinstance(kind, list) and "object" in kind):
         raise ValueError(f"must describe an object (type: object), got type {kind!r:.64}")
@@ -65,13 +65,13 @@ class AllowedChoice(Body):
 
 
 def kind_of_choice(value: Any) -> str:
-    """A tag is no key of a choice, for the sake of paths in messages."""
+    """The tag of a choice's type. A tag must not be a key of a choice, so that paths in messages can leave it out."""
     kind = value.get("type") if isinstance(value, dict) else None
     return "a function" if kind == "function" else "allowed tools" if kind == "allowed_tools" else "a mode"
 
 
 def is_choice(value: Any) -> Any:
-    """Other types are refused in one sentence. Raises ValueError."""
+    """Refuse other types in one sentence. Raises ValueError."""
     kind = value.get("type") if isinstance(value, dict) else "function"
     if kind not in ("function", "allowed_tools"):
         raise ValueError(f"must be of type 'function' or 'allowed_tools', got {str(kind)[:64]!a}")
@@ -89,7 +89,7 @@ AnyChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice
 
 
 def chosen_names(choice: AnyChoice | None) -> list[str] | None:
-    """The functions that a choice names; None where it names none, so that all are meant."""
+    """The functions that a choice names; None if it names none, which means all."""
     match choice:
         case FunctionChoice(function=named):
             return [named.name]
@@ -109,7 +109,7 @@ def chosen_mode(choice: AnyChoice | None) -> str:
 
 
 def check_choice(tools: Sequence[str], asked: bool, chosen: Sequence[str]) -> None:
-    """Raises ValueError for a choice among tools that there are not. `asked`: something is to be called."""
+    """Raises ValueError for a choice of tools that do not exist. `asked`: the body has a choice other than none."""
     if asked and not tools:
         raise ValueError("tool_choice needs tools")
     known = set(tools)

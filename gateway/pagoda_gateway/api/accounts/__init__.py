@@ -1,1 +1,1 @@
-"""What is said of API keys and of what they used: by operators, and by clients about their own."""
+"""Schemas about API keys and their usage, for operators, and for clients about their own key."""

@@ -1,4 +1,4 @@
-"""Bodies, queries and answers of what an operator asks about API keys, and a client about what it used."""
+"""Bodies, queries and answers for operators managing API keys, and for clients asking about their usage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LimitsAsked(Body):
 
 
 class CreateKeyRequest(Body):
-    """What must hold of the values is said by `NewKey`, which `pagoda keys` asks too."""
+    """`NewKey` validates the values, for `pagoda keys` too."""
 
     name: str
     role: Literal["client", "monitor", "admin"] = "client"
@@ -54,7 +54,7 @@ class KeyObject(Answered):
 
 
 class NewKeyObject(KeyObject):
-    """`value` is the key itself, which is told here and never again."""
+    """`value` is the key itself, which is shown here and never again."""
 
     value: str
 
@@ -83,7 +83,7 @@ class KeysQuery(Query):
 
 
 class UsageQuery(Body):
-    """`from` and `to` are days of UTC, both included; without them, the last 30 days."""
+    """`from` and `to` are days in UTC, both included; by default, the last 30 days."""
 
     from_: Annotated[Day | None, Field(alias="from")] = None
     to: Day | None = None
@@ -109,7 +109,7 @@ class UsageTotal(Answered):
 
 
 class UsageAnswer(Answered):
-    """`key_id` of a row is null where no key was asked for."""
+    """`key_id` of a row is null if no key was required."""
 
     object: Literal["list"]
     from_: Annotated[str, Field(alias="from")]

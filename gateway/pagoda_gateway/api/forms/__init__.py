@@ -1,1 +1,1 @@
-"""What output must look like, in the ways that clients say it, and the grammar that each one comes to."""
+"""Structured output: the ways in which clients specify it, and the grammar that each of them becomes."""

@@ -1,4 +1,4 @@
-"""The ways to say what output must look like: OpenAI's, vLLM's, and those vLLM had before. All come to a grammar."""
+"""Fields for structured output: OpenAI's, vLLM's, and vLLM's older ones. Each becomes a grammar."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ObjectFormat(Body):
 
 
 class NamedSchema(Body):
-    """`strict` or not, the output is held to the schema."""
+    """The schema is enforced whether `strict` or not."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: Text | None = None
@@ -47,7 +47,7 @@ ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat | TagFormat,
 
 
 def _reading(what: str) -> BeforeValidator:
-    """A schema may come as text, and so may a structural tag."""
+    """Also accept a schema or a structural tag as JSON text."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, str):
@@ -67,7 +67,7 @@ TagsAsText = Annotated[StructuralTag, _reading("structural tag")]
 
 
 class StructuredOutputs(Body):
-    """vLLM's way to say it; one of them."""
+    """vLLM's field for structured output; give one of these."""
 
     json_: Schema | None = Field(None, alias="json")
     regex: Regex | None = None
@@ -78,8 +78,8 @@ class StructuredOutputs(Body):
 
 
 class Form(NamedTuple):
-    """What the output must look like, and the field that says so. `is_json`: it is JSON, whatever else. `tag` is what
-    the grammar was made of, if that has texts that may be names of special tokens."""
+    """The form of the output, and the field that asks for it. `is_json`: all such output is JSON. `tag` is the source
+    of the grammar, if texts in it may be names of special tokens."""
 
     field: str
     grammar: str
@@ -87,8 +87,8 @@ class Form(NamedTuple):
     tag: StructuralTag | None = None
 
     def grammar_with(self, special: Mapping[str, int]) -> str:
-        """For a tokenizer with these special tokens. Raises ValueError."""
-        too_long = len(self.grammar) > MAX_GRAMMAR_CHARS  # which is refused, and not for what it says
+        """The grammar for a tokenizer with these special tokens. Raises ValueError."""
+        too_long = len(self.grammar) > MAX_GRAMMAR_CHARS  # refused later, for its length
         if self.tag is None or too_long or not any(name in self.grammar for name in special):
             return self.grammar
         return structural_tag(self.tag, special)
@@ -113,7 +113,7 @@ class Formed(Body):
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Formed:
-        _ = self.form  # written here, where a large body has a thread
+        _ = self.form  # computed here, as a large body is validated in a thread
         return self
 
 

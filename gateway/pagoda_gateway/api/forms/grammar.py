@@ -1,8 +1,8 @@
-"""A structural tag becomes a grammar: what is regular is one lexeme, and free text ends where what follows it begins.
+"""Turns a structural tag into a grammar: regular parts become one lexeme, free text ends where the next part begins.
 
-A lexer takes as much text as it can. So pieces that stand side by side and are regular are written as one terminal,
-which knows where each may end, and text without an end of its own is a lazy one together with what ends it. Special
-tokens are no text: a piece of text that is the name of one is written as that token.
+A lexer is greedy. So adjacent regular pieces are written as one terminal, which knows where each may end, and free text
+is written as a lazy terminal together with the text that ends it. Special tokens are not text: a piece of text that is
+the name of one is written as that token.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pagoda_proto import grammars
 from pagoda_proto.params import MAX_GRAMMAR_CHARS
 
 ANY = "/(?s:.*)/"
-MAX_CHARS = 4 * MAX_GRAMMAR_CHARS  # written: what is a rule of its own is counted in its pieces too
+MAX_CHARS = 4 * MAX_GRAMMAR_CHARS  # written in all; literals are counted again with the rule that contains them
 
 
 class Part(NamedTuple):
-    """An expression. A `regular` one may stand in a terminal."""
+    """An expression. A `regular` one may be part of a terminal."""
 
     text: str
     regular: bool = False
@@ -39,16 +39,16 @@ Atom = Literal | tags.Format
 
 
 def structural_tag(tag: tags.StructuralTag, special: Mapping[str, int]) -> str:
-    """`special` are token ids by name.
+    """The grammar of a structural tag. `special` are token ids by name.
 
     Raises:
-        ValueError: where it cannot be told what ends a text.
+        ValueError: the end of a free text is ambiguous, or the grammar too large.
     """
     return _Writer(special).grammar(tag.whole)
 
 
 def _atoms(piece: tags.Format) -> list[Atom]:
-    """What stands in a row."""
+    """The sequence of pieces that a format consists of."""
     match piece:
         case tags.ConstString(value=value):
             return [Literal((value,))]
@@ -60,7 +60,7 @@ def _atoms(piece: tags.Format) -> list[Atom]:
 
 
 def _is_open(atom: Atom) -> bool:
-    """Whether it goes on until what follows it."""
+    """Whether it has no end of its own, and continues until the next piece."""
     match atom:
         case tags.AnyText() | tags.TriggeredTags():
             return True
@@ -76,7 +76,7 @@ def _is_regular(part: Part) -> bool:
 
 
 class _Writer:
-    """Of one grammar. Rules, terminals and grammars of their own are named as they come."""
+    """Writes one grammar. Rules, terminals and embedded grammars are numbered in order."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
@@ -95,7 +95,7 @@ class _Writer:
         return self._joined(parts)
 
     def _parts(self, atoms: Sequence[Atom]) -> Iterator[Part]:
-        """What is open takes the literal behind it."""
+        """Parts of the sequence; an open piece is joined with the literal that follows it."""
         i = 0
         while i < len(atoms):
             atom = atoms[i]
@@ -117,7 +117,7 @@ class _Writer:
         return end
 
     def _joined(self, parts: Sequence[Part]) -> Part:
-        """Side by side; regular neighbours become one terminal, unless they stay regular together."""
+        """Concatenate parts. Adjacent regular ones become one terminal; if all are regular, the result is regular."""
         if all(part.regular for part in parts):
             return Part(" ".join(part.text for part in parts) or '""', regular=True)
         runs = (Part(" ".join(part.text for part in run), regular) for regular, run in groupby(parts, _is_regular))
@@ -133,7 +133,7 @@ class _Writer:
         return name
 
     def _count(self, text: str) -> None:
-        """An end is written for each of the alternatives before it. Raises ValueError for what is no grammar's size."""
+        """Bound the size, as an end is written for each alternative before it. Raises ValueError if it is too large."""
         self._num_chars += len(text)
         if self._num_chars > MAX_CHARS:
             raise ValueError(f"the resulting grammar would have more than {MAX_GRAMMAR_CHARS} characters")
@@ -141,7 +141,7 @@ class _Writer:
     # --- pieces ------------------------------------------------------------------------------------------------------
 
     def _literal(self, literal: Literal) -> Part:
-        """An empty text among others makes them optional."""
+        """One of the texts. An empty text among others makes them optional."""
         parts = [self._text(text) for text in literal.texts if text]
         regular = all(part.regular for part in parts)
         text = " | ".join(part.text for part in parts)
@@ -218,7 +218,7 @@ class _Writer:
     # --- free text ---------------------------------------------------------------------------------------------------
 
     def _until(self, piece: Atom, end: Literal | None) -> Part:
-        """The piece and what ends it; None: the end of all."""
+        """An open piece and the literal that ends it; None: the end of the output."""
         match piece:
             case tags.AnyText(excludes=excludes):
                 return self._free(excludes, end)
@@ -234,7 +234,7 @@ class _Writer:
         raise TypeError(f"{type(piece).__name__} has an end of its own")
 
     def _free(self, excludes: Sequence[str], end: Literal | None) -> Part:
-        """Text without any of `excludes`, up to and with the first `end`."""
+        """Text without any of `excludes`, up to and including the first `end`."""
         text = self._plain(excludes)
         return Part(text, regular=True) if end is None else self._alternatives(list(self._ended(text, end.texts)))
 
@@ -245,7 +245,7 @@ class _Writer:
         return self._named("T", f"{ANY} & ~({ANY} ({inside}) {ANY})")
 
     def _ended(self, text: str, ends: Sequence[str]) -> Iterator[Part]:
-        """Text up to and with the first of `ends`: what of an end is text, is found by a lazy lexeme."""
+        """Text up to and including the first of `ends`; an end that is plain text is found by a lazy lexeme."""
         plain = []
         for end in ends:
             part = self._text(end)

@@ -1,8 +1,7 @@
-"""Structural tags: output that is text in places and has a form in others, as xgrammar and vLLM write it down.
+"""Structural tags: output that is partly free text and partly structured, in the notation of xgrammar and vLLM.
 
-A format says what a piece of output looks like, and is made of others. The older shape, `structures` and `triggers`,
-says in other words what `triggered_tags` says. What is not here (formats about tokens, styles of XML) is refused by its
-type.
+A format describes a piece of output, and may contain other formats. The older notation, `structures` and `triggers`,
+is equivalent to `triggered_tags`. Formats that are not supported (on tokens, and XML styles) are refused by type.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Regex(Body):
 
 
 class AnyText(Body):
-    """Text up to what comes next. `excludes` are never in it."""
+    """Text up to the next format. It contains none of `excludes`."""
 
     type: Literal["any_text"]
     excludes: Excludes = Field([])
@@ -79,7 +78,7 @@ class Star(Body):
 
 
 class Repeat(Body):
-    """`max` -1: without end."""
+    """`max` -1: any number of times."""
 
     type: Literal["repeat"]
     min: Annotated[int, Field(ge=0, le=MAX_REPEATS)]
@@ -107,7 +106,7 @@ class Tag(Body):
 
 
 class TriggeredTags(Body):
-    """Text, and where a trigger stands in it the tag that begins so."""
+    """Text, in which each trigger starts the tag that begins with it."""
 
     type: Literal["triggered_tags"]
     triggers: Annotated[list[Piece], Several]
@@ -179,7 +178,7 @@ class StructuralTag(Body):
 
     @property
     def whole(self) -> Format:
-        """What the whole output looks like."""
+        """The format of the whole output."""
         if self.format is not None:
             return self.format
         tags = [
