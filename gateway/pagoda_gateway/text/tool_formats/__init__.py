@@ -1,1 +1,1 @@
-"""How families of models write tool calls: data over a few shapes, each of which reads calls and says them as rules."""
+"""How model families write tool calls: data over a few shapes, each of which parses calls and states grammar rules."""

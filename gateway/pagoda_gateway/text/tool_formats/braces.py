@@ -1,4 +1,4 @@
-"""A call is `call:`, a name, and an object whose keys are bare and whose strings stand between markers."""
+"""Shape: a call is `call:`, a name, and an object with bare keys and with strings between markers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which format a model's calls have: what its operator says, else what its chat template shows. Formats of thoughts
-are chosen in the same way."""
+"""Chooses the format of a model's calls: the operator's choice, otherwise the one its chat template shows. Reasoning
+formats are chosen in the same way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagoda_gateway.text.tool_formats.format import ToolFormat
 
 
 class Row(Protocol):
-    """A format, known by any of its `names`; a chat template that has all of its `marks` asks for it."""
+    """A format, known by any of its `names`; a chat template that contains all of its `marks` uses it."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -24,7 +24,7 @@ R = TypeVar("R", bound=Row)
 
 
 def fitting(rows: Sequence[R], template: str, name: str = "") -> R | None:
-    """The first that a chat template asks for; with `name`, the one of this name that fits it best."""
+    """The first format whose marks a chat template has; with `name`, only of that name, and its first if none match."""
     named = [each for each in rows if not name or name in each.names]
     found = [each for each in named if all(mark in template for mark in each.marks)]
     return next(iter(found), named[0] if name and named else None)

@@ -1,4 +1,4 @@
-"""The families, by the names that vLLM has for their formats. A new one is a row; a name may have several."""
+"""The model families, by vLLM's names for their formats. A new family is a row; a name may have several rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagoda_gateway.text.tool_formats.tagged_families import TAGGED_FAMILIES
 
 _PYTHON_LIST = r"\s*\[\s*(NAMES)\s*\("
 
-# Of formats whose marks a template has, the first one is taken: those that say more stand before those that say less.
+# The first format whose marks are all in the template is chosen, so more specific formats stand first.
 TOOL_FORMATS = (
     *TAGGED_FAMILIES,
     ToolFormat(

@@ -1,4 +1,4 @@
-"""A format is where calls begin and end, and the shape of one call; the rest is the same for all families."""
+"""A format says where calls begin and end, and which shape one call has; the rest is the same for all families."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pagoda_gateway.text.tool_formats.functions import Function
 
 
 class Calls:
-    """The calls of one choice, as they are read: a shape tells them, in order.
+    """Collects the calls of one choice, which a shape reports in order as it parses them.
 
-    `number` counts those that ended; `begun`: one is being read. `on_begin` is called when one begins: what was read of
-    it will not be said as text.
+    `number` counts calls that have ended; `begun`: one is being read. `on_begin` is called when one begins: from then
+    on, what was read of it cannot become text.
     """
 
     def __init__(self, functions: Sequence[Function], said: list[Said], on_begin: Callable[[], object]) -> None:
@@ -28,8 +28,7 @@ class Calls:
         self._ids: set[str] = set()
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """Raises NotACall for a name that cannot be one. An id that cannot be one, or that the choice has already, is
-        nobody's."""
+        """Raises NotACall for an invalid name. An id that is invalid, or already used in the choice, is dropped."""
         if not _names_something(name):
             raise NotACall("a call needs a name")
         known = not _names_something(call_id) or call_id in self._ids
@@ -55,7 +54,7 @@ def _names_something(text: str) -> bool:
 class Shape(Protocol):
     """How one call is written.
 
-    `markers` are the texts in it that may be tokens of their own. `reads_schemas`: what a value is says its schema.
+    `markers` are the texts in it that may be tokens. `reads_schemas`: the schema determines how a value is parsed.
     """
 
     reads_schemas: ClassVar[bool]
@@ -64,29 +63,29 @@ class Shape(Protocol):
     def markers(self) -> tuple[str, ...]: ...
 
     def read(self, source: Source, calls: Calls) -> Reading[None]:
-        """Tell the call. Raises NotACall before it has begun, and never after; one that breaks off is not ended."""
+        """Parse a call and report it. Raises NotACall only before it has begun; a call that breaks off is not ended."""
         ...
 
     def rule(self, rules: Rules, function: Function) -> str:
-        """Raises NotEnforced."""
+        """A grammar rule for a call of `function`. Raises NotEnforced."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """A family's way to write calls.
+    """How a model family writes calls.
 
     Attributes:
-        names: What vLLM calls it; the same format may be known by several.
-        marks: A chat template that has all of these asks for it.
-        begin: What a group of calls is known by in a text; `also`: others that it may be known by.
-        opening: What follows `begin`; a `bare` group starts with it.
-        between: Between calls of a group; None for groups of one.
-        end: What a group ends with.
-        again: Between groups; None where there is only one.
-        bare: An answer may begin with a group that lacks `begin`. Then it looks like this, as an expression in which
-            NAMES are those of the functions.
-        short_ids: Chat templates of this family take ids of nine letters and digits only.
+        names: vLLM's names for it; one format may have several.
+        marks: A chat template that contains all of these uses it.
+        begin: The text that starts a group of calls; `also`: alternatives to it.
+        opening: The text after `begin`; a `bare` group starts with it.
+        between: The text between calls of a group; None if a group has only one.
+        end: The text that ends a group.
+        again: The text between groups; None if there is only one group.
+        bare: If set, an answer may begin with a group that lacks `begin`; this expression recognises it, with NAMES for
+            the names of the functions.
+        short_ids: Chat templates of this family accept only ids of nine letters and digits.
     """
 
     names: tuple[str, ...]
@@ -107,5 +106,5 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts in which what is a token must be seen, whatever the tokenizer calls it."""
+        """Texts whose tokens must be visible, whether or not the tokenizer calls them special."""
         return (*self.triggers, self.opening, self.between or "", self.end, self.again or "", *self.shape.markers)

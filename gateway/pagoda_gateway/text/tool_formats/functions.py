@@ -1,4 +1,4 @@
-"""A function's parameters are its schema: what a value may be decides how it is written, and how it is read back."""
+"""Parameters of functions, from their JSON schemas: a value's possible types decide how it is written and parsed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "type": (str, list),
 }
 MAX_HOPS = 16
-MAX_ALTERNATIVES_DEPTH = 64  # of alternatives in alternatives
-MAX_LENGTH = 4096  # of a string whose length is held to
+MAX_ALTERNATIVES_DEPTH = 64  # of alternatives within alternatives
+MAX_LENGTH = 4096  # of a string whose length limits are enforced
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _CHARS = r"(.|\n)"
 
@@ -38,7 +38,7 @@ Schema = Mapping[str, Any]
 
 
 class NotEnforced(ValueError):
-    """A strict schema says what cannot be held to here; `pointer` is where, in the schema of `function`."""
+    """A strict schema asks for what cannot be enforced; `pointer` is the place in the schema of `function`."""
 
     def __init__(self, pointer: str, why: str) -> None:
         super().__init__(why)
@@ -47,9 +47,9 @@ class NotEnforced(ValueError):
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be called. `parameters` is a JSON schema; one without takes none.
+    """A function that may be called. `parameters` is a JSON schema; None means that it takes no arguments.
 
-    `strict`: arguments fit the schema, or the request is refused. `loose`: they are some JSON object.
+    `strict`: the schema is enforced, or the request refused. `loose`: arguments are any JSON object.
     """
 
     name: str
@@ -59,28 +59,28 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of the arguments, without what only people read."""
+        """The schema of the arguments, without annotations for people."""
         if self.loose:
             return {"type": "object"}
         return _NO_PARAMETERS if self.parameters is None else {"type": "object", **_lean(self.parameters, self.strict)}
 
     @property
     def json_part(self) -> dict[str, Any]:
-        """The schema for a grammar. Where it is not strict, keywords that no grammar knows are passed over."""
+        """The schema for a grammar. Unless strict, keywords that no grammar supports are ignored."""
         return self.schema if self.strict else {"x-guidance": LENIENT, **self.schema}
 
     def check(self) -> None:
-        """Raises NotEnforced for what no grammar knows."""
+        """Raises NotEnforced for keywords of a strict schema that no grammar supports."""
         for pointer in places(self.parameters or {}, UNSUPPORTED) if self.strict else ():
             raise NotEnforced(pointer, "this keyword is not supported with strict: true")
 
 
 def _lean(schema: Any, strict: bool, at: str = "") -> Any:
-    """A copy without notes, and where it is not strict, without what no grammar knows: expressions that look around,
-    and keywords with values that they cannot have.
+    """A copy without annotations; unless strict, also without what no grammar supports: patterns with look-around or
+    back-references, and keywords with invalid values.
 
     Raises:
-        NotEnforced: a strict schema has such a keyword.
+        NotEnforced: a strict schema has a keyword with an invalid value.
     """
     if isinstance(schema, list):
         return [_lean(item, strict, f"{at}/{i}") for i, item in enumerate(schema)]
@@ -111,7 +111,7 @@ class Parameter(NamedTuple):
 
 
 class Parameters:
-    """A function's, by name, for formats that write them one by one. `open`: others may be given, too."""
+    """A function's parameters by name, for formats that write them one by one. `open`: others may be given too."""
 
     def __init__(self, function: Function) -> None:
         self.strict = function.strict
@@ -133,7 +133,7 @@ class Parameters:
 
     @cached_property
     def digest(self) -> str:
-        """Tells what local references lead to from what they lead to elsewhere."""
+        """Distinguishes targets of local references from those in other schemas."""
         return hashlib.sha256(json.dumps(self.root).encode()).hexdigest()
 
     def schema_of(self, name: str) -> Schema:
@@ -141,7 +141,7 @@ class Parameters:
         return {} if found is None else found.schema
 
     def alone(self, schema: Schema) -> dict[str, Any]:
-        """A parameter's schema with what it refers to."""
+        """A parameter's schema, with the definitions it may refer to."""
         found: dict[str, Any] = {} if self.strict else {"x-guidance": LENIENT}
         found |= schema
         if '"$ref"' in json.dumps(schema):
@@ -150,14 +150,14 @@ class Parameters:
 
 
 def refuse_others(schema: Schema, known: set[str], pointer: str) -> None:
-    """Raises NotEnforced for keywords that are not among these."""
+    """Raises NotEnforced for keywords not in `known`."""
     for keyword in schema:
         if keyword not in known and keyword not in ABOUT and not keyword.startswith("x-"):
             raise NotEnforced(f"{pointer}/{keyword}", "calls of this model cannot be held to this keyword")
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:
-    """The schema that a chain of local references leads to; {} where it leads nowhere."""
+    """Follow a chain of local references to its schema; {} if it leads nowhere."""
     for _ in range(MAX_HOPS):
         reference = schema.get("$ref")
         if not isinstance(reference, str):
@@ -182,8 +182,7 @@ def types_of(schema: Schema, root: Schema) -> frozenset[str]:
 
 
 def _types(schema: Schema, root: Schema, seen: dict[int, frozenset[str]], depth: int = 0) -> frozenset[str]:
-    """Each schema is looked at once; one that leads to itself adds nothing to itself, and what lies too deep is
-    anything."""
+    """Visit each schema once: a recursive reference adds no types. One nested too deeply may be anything."""
     if depth > MAX_ALTERNATIVES_DEPTH:
         return TYPES
     schema = resolved(schema, root)
@@ -227,7 +226,7 @@ def fits(value: Any, types: frozenset[str]) -> bool:
 
 
 def branches(schema: Schema, root: Schema) -> Iterator[Schema]:
-    """The alternatives that a schema is made of, itself if it has none; each once."""
+    """Yield the alternatives that make up a schema, or itself if it has none; each once."""
     waiting, seen = [schema], set()
     while waiting:
         one = resolved(waiting.pop(0), root)
@@ -245,10 +244,10 @@ def branches(schema: Schema, root: Schema) -> Iterator[Schema]:
 
 
 def without_strings(schema: Schema, parameters: Parameters) -> Schema | None:
-    """What a value may be besides a string; None if nothing.
+    """A schema of the non-string values; None if there are none.
 
     Raises:
-        NotEnforced: a string could be taken for something else that the schema does not admit.
+        NotEnforced: the format could not distinguish strings from other values of a strict schema.
     """
     root = parameters.root
     types = types_of(schema, root)
@@ -266,7 +265,7 @@ def without_strings(schema: Schema, parameters: Parameters) -> Schema | None:
 
 
 def string_values(schema: Schema) -> list[str] | None:
-    """The strings that are admitted, where they are listed."""
+    """The strings that the schema lists; None if it has no list."""
     if "const" in schema:
         return [schema["const"]] if isinstance(schema["const"], str) else []
     if isinstance(schema.get("enum"), list):
@@ -275,7 +274,7 @@ def string_values(schema: Schema) -> list[str] | None:
 
 
 def string_pattern(schema: Schema, strict: bool, pointer: str) -> str:
-    """What a string written as it is must look like, as an expression. Raises NotEnforced."""
+    """The regular expression of a string that is written verbatim. Raises NotEnforced."""
     if strict:
         refuse_others(schema, {"type", "enum", "const", "pattern", "minLength", "maxLength"}, pointer)
     pattern, least, most = schema.get("pattern"), schema.get("minLength", 0), schema.get("maxLength")
@@ -291,7 +290,7 @@ def string_pattern(schema: Schema, strict: bool, pointer: str) -> str:
 
 
 def _searched(pattern: str) -> str:
-    """An expression that is searched, as one that is matched as a whole; "" where that is not certain."""
+    """Convert a pattern that is searched for into one that matches the whole string; "" if that is not certain."""
     inner = pattern.removeprefix("^")
     ends = inner.endswith("$") and not inner.endswith("\\$")
     inner = inner[:-1] if ends else inner
@@ -302,8 +301,8 @@ def _searched(pattern: str) -> str:
 
 
 def string_rule(rules: Rules, schema: Schema, end: str, *, strict: bool, pointer: str) -> str:
-    """A string as it is, and what it ends with. Raises NotEnforced."""
-    end = end.lstrip() if rules.has_token(end) else end  # white space before a token could be the string's
+    """A rule for a verbatim string and the text that ends it. Raises NotEnforced."""
+    end = end.lstrip() if rules.has_token(end) else end  # white space before a token may belong to the string
     values = string_values(schema)
     if values is not None:
         return f"({' | '.join(map(quoted, values))}) {rules.spell(end)}"

@@ -1,4 +1,4 @@
-"""A call is a JSON object with its name and its arguments, alone between tags or in a list."""
+"""Shape: a call is a JSON object with its name and arguments, alone between tags or in a list."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _IDS = frozenset({"id", "tool_call_id"})
 
 @dataclass(frozen=True)
 class JsonCall:
-    """The keys in the order in which a model writes them; keys of other families are read as well.
+    """The keys in the order in which a model writes them; keys of other families are parsed as well.
 
-    `keyed`: the name is the key, and the arguments its value.
+    `keyed`: the name is the key, and the arguments are its value.
     """
 
     name: str = "name"
@@ -87,7 +87,7 @@ class JsonCall:
 
 
 def _key(source: Source) -> Reading[str]:
-    """A key of an object up to its value. Raises NotACall."""
+    """Read a key of an object, up to its value. Raises NotACall."""
     yield from source.space()
     if (yield from source.peek()) != '"':
         raise NotACall("a key is a string")
@@ -99,7 +99,7 @@ def _key(source: Source) -> Reading[str]:
 
 
 def _comma(source: Source) -> Reading[None]:
-    """What stands between two keys, or before the end. Raises NotACall."""
+    """Read what separates two keys, or precedes the end. Raises NotACall."""
     yield from source.space()
     if (yield from source.take(",")):
         yield from source.space()
@@ -108,7 +108,7 @@ def _comma(source: Source) -> Reading[None]:
 
 
 def _rest(source: Source) -> Reading[None]:
-    """What follows the arguments in the object says nothing."""
+    """Skip what follows the arguments in the object."""
     with contextlib.suppress(NotACall):
         yield from _comma(source)
         while (yield from source.peek()) != "}":
@@ -119,12 +119,12 @@ def _rest(source: Source) -> Reading[None]:
 
 
 def _object(text: str) -> str:
-    """The text of arguments, which may be written as a string. Raises NotACall unless it is an object's."""
+    """The text of arguments, which may be an encoded string. Raises NotACall unless it is a JSON object."""
     try:
         value = parsed(text)
         if isinstance(value, str):
             text, value = value, parsed(value)
-        text.encode()  # half of a pair of surrogates is no text
+        text.encode()  # refuses lone surrogates
     except ValueError as error:
         raise NotACall("arguments are an object") from error
     if not isinstance(value, dict):

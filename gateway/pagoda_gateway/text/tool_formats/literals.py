@@ -1,6 +1,6 @@
 """Values written as literals of some language: the same tree as JSON's, with other words and quotes.
 
-Reading turns a literal into JSON as it comes. What is no literal becomes a string.
+Reading converts a literal to JSON as it arrives. Anything that is not a literal becomes a string.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 
 @dataclass(frozen=True)
 class Literals:
-    """`words` are the language's for true, false and null. `mark` stands around strings, which are then written as
-    they are; without it they are quoted as in Python or JSON. `bare_keys`: keys of objects are names.
+    """`words` are the language's words for true, false and null. `mark` encloses strings, which are then verbatim;
+    without it they are quoted as in Python or JSON. `bare_keys`: keys of objects are names.
     """
 
     words: Mapping[str, str]
@@ -47,7 +47,7 @@ class Literals:
     # Reading
 
     def read(self, source: Source, tell: Tell, depth: int = 0) -> Reading[bool]:
-        """Tell a value as JSON; False where the text breaks off in it."""
+        """Pass a value to `tell` as JSON; False if the text breaks off in it."""
         yield from source.space()
         first = yield from source.peek()
         if self.mark and (yield from source.take(self.mark)):
@@ -128,7 +128,7 @@ class Literals:
     # Rules
 
     def rule(self, rules: Rules, schema: Schema, parameters: Parameters, pointer: str) -> str:
-        """A value that the schema admits. Raises NotEnforced."""
+        """A rule for values that conform to the schema. Raises NotEnforced."""
         reference = schema.get("$ref")
         if isinstance(reference, str):
             name = f"d_{hashlib.sha256((parameters.digest + reference).encode()).hexdigest()[:16]}"
@@ -189,7 +189,7 @@ class Literals:
         return self._object_of(rules, self._any(rules, parameters, pointer))
 
     def _object_of(self, rules: Rules, value: str) -> str:
-        """Any keys, each with what this rule says."""
+        """An object with any keys, whose values match this rule."""
         key = _KEY if self.bare_keys else rules.schema({"type": "string"})
         return f'"{{" {self._several(f"{key} {quoted(self.colon)} {value}")} "}}"'
 
@@ -228,8 +228,8 @@ class Literals:
 
 
 def in_order(rules: Rules, members: list[tuple[str, bool]], between: str) -> str:
-    """Members in their order, each with whether it must be there; `between` stands between those that are there."""
-    after: list[str] = ['""'] * (len(members) + 1)  # what may follow, once something was there
+    """A rule for members in this order, each (body, required); `between` separates those that are present."""
+    after: list[str] = ['""'] * (len(members) + 1)  # what may follow once a member was written
     first: list[str] = ['""'] * (len(members) + 1)
     for i in range(len(members) - 1, -1, -1):
         told, required = members[i]
@@ -242,10 +242,10 @@ def in_order(rules: Rules, members: list[tuple[str, bool]], between: str) -> str
 
 
 def _string(source: Source, tell: Tell) -> Reading[bool]:
-    """A quoted string as Python or JSON writes it."""
+    """Read a string quoted as in Python or JSON."""
     quote = yield from source.next()
     tell('"')
-    high = ""  # the first half of a pair of surrogates
+    high = ""  # the high half of a surrogate pair
     while char := (yield from source.next()):
         if char == quote:
             tell(inside("\ufffd" if high else ""))

@@ -1,4 +1,4 @@
-"""A call is a name between markers, and then its arguments as JSON."""
+"""Shape: a call is a name between markers, followed by its arguments as JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pagoda_gateway.text.tool_formats.functions import Function
 class NamedBody:
     """`begin` name `body` {..} `end`.
 
-    `numbered`: a colon and a number follow the name, and `id_begin` with both is the call's id.
-    What stands between the name and the last word of `body` is not looked at.
+    `numbered`: a colon and a number follow the name, and `id_begin`, name and number form the call's id. The text
+    between the name and the last word of `body` is ignored.
     """
 
     begin: str = ""

@@ -1,4 +1,4 @@
-"""A call is one of Python: a name, and keyword arguments that are literals."""
+"""Shape: a Python call, a name with keyword arguments that are literals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PYTHON = Literals(words={"True": "true", "False": "false", "None": "null"})
 
 @dataclass(frozen=True)
 class PythonCall:
-    """Only functions that were offered are called so: all else is text."""
+    """Only the request's functions count as calls: everything else is text."""
 
     reads_schemas: ClassVar[bool] = False
 

@@ -1,6 +1,7 @@
-"""Calls are read out of a text; whatever does not turn out to be one is text, and white space next to one is layout.
+"""Parses calls out of a text; everything that does not turn out to be a call is text, and white space next to calls is
+layout.
 
-What follows a call's name is told as it comes: what makes arguments fit their schema is the grammar, not the reader.
+Arguments are passed on as they arrive: the grammar makes them conform to their schema, not the reader.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pagoda_gateway.text.tool_formats.functions import Function
 
 
 class ToolReader:
-    """Text in, events out, the same for any cutting of the input."""
+    """Text in, events out, however the input is split."""
 
     def __init__(self, tool_format: ToolFormat, functions: Sequence[Function]) -> None:
         self._format = tool_format
@@ -28,12 +29,12 @@ class ToolReader:
 
     @property
     def num_calls(self) -> int:
-        """So far, those that are whole."""
+        """Number of complete calls so far."""
         return self._calls.number
 
     @property
     def in_call(self) -> bool:
-        """Whether one has begun that has not ended; at the end of the text, one that broke off."""
+        """Whether a call has begun and not ended; at the end of the text, whether one broke off."""
         return self._calls.begun
 
     def push(self, text: str) -> list[Said]:
@@ -77,7 +78,7 @@ class ToolReader:
             yield from self._group()
 
     def _group(self) -> Reading[None]:
-        """A group of calls; what of it is none is said as text, from the mark that was set before it."""
+        """Read a group of calls; whatever is not a call becomes text, from the mark that the caller has set."""
         source, calls = self._source, self._calls
         try:
             if not (yield from source.loosely(self._format.opening)):
@@ -97,7 +98,7 @@ class ToolReader:
             self._say(unread)
 
     def _ends(self) -> Reading[bool]:
-        """Read what stands between calls, or at the end of their group."""
+        """Read the text between calls, or at the end of their group; return whether the group has ended."""
         source, between, end = self._source, self._format.between, self._format.end
         yield from source.space()
         before = source.position

@@ -11,7 +11,7 @@ from pagoda_gateway.text.tool_formats.functions import Function, NotEnforced
 
 
 def calls_only(rules: Rules, tool_format: ToolFormat, functions: Sequence[Function], *, several: bool) -> str:
-    """An answer that is a call, or with `several` one call or more. Raises NotEnforced."""
+    """An answer that is one call or, with `several`, one or more. Raises NotEnforced."""
     group = _group(rules, tool_format, functions, several)
     if tool_format.bare:
         return group
@@ -29,7 +29,7 @@ def calls_or(rules: Rules, tool_format: ToolFormat, functions: Sequence[Function
 def calls_in_text(
     rules: Rules, tool_format: ToolFormat, functions: Sequence[Function], *, several: bool, avoid: str = ""
 ) -> str:
-    """A text in which calls may stand, and which does not begin with `avoid`. Raises NotEnforced."""
+    """A text that may contain calls, and does not begin with `avoid`. Raises NotEnforced."""
     group = _group(rules, tool_format, functions, several)
     names = "|".join(re.escape(function.name) for function in functions)
     bare = tool_format.bare.replace("NAMES", names)
@@ -47,12 +47,12 @@ def calls_in_text(
 
 
 def beginning(text: str) -> str:
-    """What looks like it at the beginning of an answer, as an expression."""
+    """An expression that matches `text` at the beginning of an answer, after any white space."""
     return rf"\s*{escaped(text)}" if text else ""
 
 
 def _group(rules: Rules, tool_format: ToolFormat, functions: Sequence[Function], several: bool) -> str:
-    """From behind `begin`."""
+    """A group of calls, without `begin`."""
     call = rules.rule(" | ".join(_call(rules, tool_format, function) for function in functions))
     if several and tool_format.between is not None:
         call = f"{call} ({rules.spell(tool_format.between)} {call})*"

@@ -1,15 +1,15 @@
-"""The families that tag values: each argument is a key and a value between marks."""
+"""The model families that tag values: each argument is a key and a value between marks."""
 
 from __future__ import annotations
 
 from pagoda_gateway.text.tool_formats.format import ToolFormat
 from pagoda_gateway.text.tool_formats.tagged_values import TaggedValues
 
-HY_RELEASES = (":opensource", ":6124c78e", "")  # what the names in the tags of Hunyuan's releases end with
+HY_RELEASES = (":opensource", ":6124c78e", "")  # suffixes of tag names in Hunyuan's releases
 
 
 def _dsml(gap: str) -> TaggedValues:
-    """`gap` stands before the names of its tags."""
+    """`gap` precedes the names of its tags."""
     return TaggedValues(
         begin=f'<｜DSML｜{gap}invoke name="',
         after_name='">\n',

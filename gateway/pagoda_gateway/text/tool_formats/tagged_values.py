@@ -1,7 +1,7 @@
-"""A call is a name, and then its arguments one by one, each a key and a value between tags.
+"""Shape: a call is a name followed by its arguments one by one, each a key and a value between tags.
 
-A value that may only be a string is written as it is. Others are JSON; where a value may be either, what is JSON of a
-type that it may have is that, and all else is a string.
+A value that can only be a string is verbatim; other values are JSON. If a value may be either, it is taken as JSON if
+it parses as JSON of a type it may have, and otherwise as a string.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 
 @dataclass(frozen=True)
 class TaggedValues:
-    """`begin` name `after_name` (`key` k `value` v `value_end`)* `end`, each as it is written where models learn it.
+    """`begin` name `after_name` (`key` k `value` v `value_end`)* `end`, each as models are trained to write it.
 
-    White space around a value belongs to the value, but for a line break at the end of `value` and at the beginning of
-    `value_end`. With `typed`, a value's type stands between `value` and it: `typed` says what stands around that, and
-    `strings` what stands there for a string, as `others` for other values, if that is not the JSON type's name; whole
-    numbers are numbers.
+    White space around a value belongs to the value, except a line break at the end of `value` and at the beginning of
+    `value_end`. With `typed`, the value's type precedes it: `typed` is the text around the type; `strings` is the type
+    written for strings, and `others` that for other values, "" for the name of the JSON type, which is `number` for
+    integers too.
     """
 
     begin: str = ""
@@ -134,7 +134,7 @@ class TaggedValues:
             return end is not None
         pieces: list[str] = []
         if "string" not in types and (yield from source.peek()) in ("{", "["):
-            yield from source.brackets(pieces.append)  # a string in it may have what looks like the end
+            yield from source.brackets(pieces.append)  # its strings may contain what looks like the end
         end = yield from source.until(ends, pieces.append)
         calls.arguments(lead + _told("".join(pieces), types) if end else "")
         return end is not None
@@ -167,11 +167,11 @@ class TaggedValues:
         return rule if each.required else f"{rule}?"
 
     def _listed(self, parameters: Parameters, schema: Schema) -> bool:
-        """Strings are listed, so what is none can be told from them."""
+        """Whether the strings are listed, so that other values can be distinguished from them."""
         return any("enum" in one or "const" in one for one in branches(schema, parameters.root))
 
     def _string(self, rules: Rules, parameters: Parameters, schema: Schema, pointer: str) -> str:
-        """A string's rule; of alternatives, that of the one that admits strings."""
+        """A rule for a string; of several alternatives, for the one that allows strings."""
         of_strings = [one for one in branches(schema, parameters.root) if "string" in types_of(one, parameters.root)]
         if parameters.strict and len(of_strings) > 1:
             raise NotEnforced(pointer, "calls of this model have one kind of string only")
@@ -190,7 +190,7 @@ def _said(kind: str) -> str:
 
 
 def _told(text: str, types: frozenset[str]) -> str:
-    """A value's JSON."""
+    """The JSON of a value."""
     try:
         value = parsed(text)
     except ValueError:

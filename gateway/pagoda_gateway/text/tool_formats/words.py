@@ -1,4 +1,4 @@
-"""Small things that several shapes read."""
+"""Small helpers for JSON, shared by several shapes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ def dumped(value: object) -> str:
 
 
 def inside(text: str) -> str:
-    """A piece of a string as it stands inside JSON's quotes."""
+    """Escape a piece of a string for use inside JSON's quotes."""
     return dumped(text)[1:-1]
 
 
 def parsed(text: str) -> object:
-    """JSON in the strict sense. Raises ValueError."""
+    """Parse strict JSON. Raises ValueError."""
 
     def refuse(name: str) -> object:
         raise ValueError(f"{name} is not JSON")
