@@ -1,10 +1,10 @@
-"""Frames of the ZMQ wire: an envelope that can be judged before the payload is decoded.
+"""Frames of the ZMQ wire: an envelope that can be checked before the payload is decoded.
 
     [version: 1 byte][engine_boot_id][worker_id][epoch: 8 bytes][sequence: 8 bytes][payload: msgpack]
 
 Six ZMQ message parts. A frame of another protocol version, engine boot, worker or epoch is refused by its envelope
-alone, so that a zombie cannot make anybody decode (or act on) its payload. Payloads decode only into the closed unions
-of `steps`; nothing is ever unpickled.
+alone, so no receiver decodes (or acts on) the payload of a zombie. Payloads decode only into the closed unions of
+`steps`; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 class FrameError(ValueError):
-    """Bytes that are not a frame of this protocol. The sender is ignored; nothing else is harmed."""
+    """Bytes that are not a frame of this protocol. The frame is ignored, with no other effect."""
 
 
 class OtherVersionError(FrameError):
-    """A frame whose sender speaks another version. The envelope is the same in all of them, and so are a Hello's name
-    and a Refused, so that the sender can be told."""
+    """A frame in a version not spoken here. The envelope, a Hello's name and a Refused are the same in all versions, so
+    the sender can be told."""
 
     def __init__(self, version: int, worker_id: str, payload: bytes, spoken: Versions) -> None:
         super().__init__(f"protocol version {spoken} expected, got {version}")
@@ -50,7 +50,7 @@ class OtherVersionError(FrameError):
 
 
 class Envelope(NamedTuple):
-    """Who speaks, in which life, and in which version. `epoch` and `engine_boot_id` are 0 and "" before Welcome."""
+    """The worker, its life, and the protocol version. `epoch` and `engine_boot_id` are 0 and "" before Welcome."""
 
     engine_boot_id: str
     worker_id: str
@@ -104,17 +104,17 @@ def open_envelope(parts: Sequence[bytes], spoken: Versions = SPOKEN) -> tuple[En
 
 
 def decode_to_worker(payload: bytes) -> ToWorker:
-    """Raises FrameError when the payload is not a message for a worker."""
+    """Raises FrameError if the payload is not a message for a worker."""
     return _decode(_to_worker, payload)
 
 
 def decode_from_worker(payload: bytes) -> FromWorker:
-    """Raises FrameError when the payload is not a message from a worker."""
+    """Raises FrameError if the payload is not a message from a worker."""
     return _decode(_from_worker, payload)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
     try:
         return decoder.decode(payload)
-    except (msgspec.DecodeError, ValueError, RecursionError, PagodaError) as error:  # parameters check themselves
+    except (msgspec.DecodeError, ValueError, RecursionError, PagodaError) as error:  # constructors validate
         raise FrameError(f"bad payload: {error}") from error

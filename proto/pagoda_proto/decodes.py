@@ -1,8 +1,8 @@
-"""Rows that decode go on decoding: both ends keep the list, and a plan says what is different from the one before.
+"""Rows that decode usually continue, so both ends keep a list of them and a plan carries only its changes.
 
-`changes` makes a plan's Decodes of two such lists, `DecodeList.chunks` makes the second list of the first and the
-Decodes. Nothing is computed that the two ends see differently: sums tell whether the lists are the same, and each
-start is held against the row itself, as that of any chunk.
+`changes` computes a plan's Decodes from two such lists; `DecodeList.chunks` applies Decodes to the first list to get
+the second. Nothing is computed if the ends disagree: checksums show whether their lists are equal, and each start is
+checked against the row itself, like that of any chunk.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pagoda_proto.steps import NO_TOKEN, Chunk, Decodes, RowOutput, StepPlan
 
 
 class DecodesDiffer(ValueError):
-    """A plan speaks of another list of rows than the one that is here."""
+    """A plan was made for a different list of rows than the one kept here."""
 
 
 def changes(before: Sequence[int], after: Sequence[int], starts: Sequence[int]) -> Decodes:
-    """What leads from the row ids `before` to those `after`, which have these starts. Rows in both stand in one order,
-    and their starts are one more than they were."""
+    """The changes from row ids `before` to `after`, which have these starts. Rows in both have the same order, and
+    their starts have grown by one."""
     sums = len(after), sum(after), sum(starts)
     if before == after:
         return Decodes(*sums)
@@ -29,7 +29,7 @@ def changes(before: Sequence[int], after: Sequence[int], starts: Sequence[int]) 
 
 
 class DecodeList:
-    """The worker's end. Every plan of a life must pass through `chunks`, in order."""
+    """The worker's list. Every plan of a life must pass through `chunks`, in order."""
 
     def __init__(self) -> None:
         self._row_ids: list[int] = []
@@ -39,10 +39,10 @@ class DecodeList:
         self._row_ids, self._starts = [], []
 
     def chunks(self, plan: StepPlan) -> list[Chunk]:
-        """All chunks of a plan, those of the rows that decode first.
+        """All chunks of a plan, those of decoding rows first.
 
         Raises:
-            DecodesDiffer: the plan was made for another list than the one that is here.
+            DecodesDiffer: the plan was made for a different list than this one.
         """
         decodes = plan.decodes
         if decodes.left or decodes.joined:
@@ -67,7 +67,7 @@ class DecodeList:
 
 
 def packed(row_ids: Sequence[int], outputs: Sequence[RowOutput]) -> tuple[list[int], list[RowOutput]]:
-    """`StepResult.tokens` and `.outputs`, when these rows decode and the step has all these outputs."""
+    """`StepResult.tokens` and `.outputs` of a step with these decoding rows and all these outputs."""
     plain = {output.row_id: output.token_ids[0] for output in outputs if _is_plain(output)}
     tokens = [plain.get(row_id, NO_TOKEN) for row_id in row_ids]
     said = {row_id for row_id in row_ids if row_id in plain}

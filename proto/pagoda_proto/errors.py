@@ -1,10 +1,10 @@
-"""Every failure a client can see has one code; this table is where a code becomes a status.
+"""Every failure that a client can see has one code, and one table maps codes to statuses.
 
-    PagodaError            carries (code, message, param); raised anywhere, translated once per border
+    PagodaError            carries (code, message, param); raised anywhere, translated once at each border
       └─ InvalidParams     several problems found at once, each naming its field
 
-The engine core and the worker speak codes; gRPC carries them as status and `pagoda-code` trailer, HTTP as status and an
-error object in the shape of the client's API, which may have a status of its own for a code.
+Engine core and worker use codes. gRPC carries them as status and `pagoda-code` trailer, HTTP as status and an error
+object in the format of the client's API, which may map a code to a different status.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ErrorCode(StrEnum):
 
 
 def error_code_from(name: str) -> ErrorCode | None:
-    """The code of this name; INTERNAL for one that only another version knows, None for none."""
+    """The code with this name; INTERNAL for one from another version, None for an empty name."""
     try:
         return ErrorCode(name) if name else None
     except ValueError:
@@ -49,7 +49,7 @@ def error_code_from(name: str) -> ErrorCode | None:
 
 
 class Status(NamedTuple):
-    """How one code appears outside: gRPC status name, HTTP status, OpenAI error type; and whether a retry may help."""
+    """How a code appears to clients: gRPC status name, HTTP status, OpenAI error type; and whether a retry may help."""
 
     grpc: str
     http: int
@@ -92,9 +92,9 @@ class Problem(NamedTuple):
 
 
 class PagodaError(Exception):
-    """A failure with a code. `param` names the request field at fault, where there is one.
+    """A failure with a code. `param` names the request field at fault, if there is one.
 
-    `retry_after_s` is when trying again may help; 0 means unknown.
+    `retry_after_s` is after how long a retry may help; 0 means unknown.
     """
 
     def __init__(self, code: ErrorCode, message: str, param: str | None = None, retry_after_s: float = 0.0) -> None:
@@ -109,13 +109,13 @@ class PagodaError(Exception):
         return STATUS[self.code]
 
     def anew(self, retry_after_s: float = 0.0) -> PagodaError:
-        """The same failure for somebody else, as one that was kept must be: each time an exception is raised, it holds
-        more frames, and whatever they hold."""
+        """A copy of this failure. A stored exception must be copied to be raised again: each raise adds frames to it,
+        which keep their objects alive."""
         return PagodaError(self.code, self.message, self.param, retry_after_s or self.retry_after_s)
 
 
 class InvalidParams(PagodaError):
-    """All problems of a request at once, so that a client mends them in one go."""
+    """All problems of a request at once, so that a client can fix them in one go."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         message = "; ".join(f"{p.param}: {p.message}" if p.param else p.message for p in problems)

@@ -1,7 +1,7 @@
-"""What goes into the engine core and what comes out, in Python: the request record and the deltas of its choices.
+"""Input and output of the engine core as Python structs: the request record and the deltas of its choices.
 
-The same structs serve the gateway (through `convert`, over gRPC) and the offline `LLM` (directly), so there is one
-meaning of a request and one of an answer.
+The gateway (through `convert`, over gRPC) and the offline `LLM` (directly) use the same structs, so a request and an
+answer each have one definition.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.steps import TopLogprobs, Versions
 
 SESSION_PROTOCOL = 7
-"""Version of the contract between gateway and engine core (engine.proto): raised with every change of it. Another arm
-of `task` and `result` is none."""
+"""Version of the protocol between gateway and engine core (engine.proto). Every change raises it, except a new arm of
+`task` and `result`."""
 OLDEST_SESSION_PROTOCOL = 6
-"""Still spoken: raised to the newest by a change that breaks it, left by one that adds what may be left out."""
+"""Oldest version still spoken. A breaking change raises it to the newest; an optional addition leaves it."""
 SESSION_SPOKEN = Versions(OLDEST_SESSION_PROTOCOL, SESSION_PROTOCOL)
 SESSION_PROTOCOL_KEY, OLDEST_SESSION_PROTOCOL_KEY = "pagoda-protocol", "pagoda-protocol-oldest"
-"""Metadata of a Session call: what the gateway speaks. The engine core answers with `Load.protocol`, what both do."""
+"""Metadata of a Session call: the versions the gateway speaks. The engine core answers with the common one in
+`Load.protocol`."""
 
 
 class FinishReason(StrEnum):
@@ -37,7 +38,7 @@ class FinishReason(StrEnum):
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Continue the prompt. `seed` is the seed in force: `params.seed`, or the one drawn at admission.
 
-    Raises InvalidParams for a beam search that would need more log-probabilities than are told.
+    Raises InvalidParams for a beam search that would need more log-probabilities than rows report.
     """
 
     params: SamplingParams
@@ -56,7 +57,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Read the prompt. To whoever only carries or schedules it, it is a generation of one output."""
+    """Read the prompt. For transport and scheduling it is a generation with one output."""
 
     pooling: PoolingParams
 
@@ -76,7 +77,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 ONE_OUTPUT = SamplingParams(max_tokens=1)
 
 Task = Generate | Pool
-"""What may be asked: one struct per arm of `task` in engine.proto."""
+"""Kinds of tasks: one struct per arm of `task` in engine.proto."""
 
 
 MAX_WEIGHT = 1000
@@ -85,10 +86,10 @@ MAX_WEIGHT = 1000
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an answer depends on besides weights and numerics. Written once, never changed.
 
-    `cache_salt` is the prefix-cache domain. `priority`: lower runs earlier under the priority policy. `tenant` is who
-    asks, as far as the gateway can tell; under the fair policy those who wait are served in proportion to `weight`.
-    `queue_timeout_s` 0 means the engine core's own, and more than that is no more. `adapter` is what is computed with
-    beside the model's weights.
+    `cache_salt` is the prefix-cache domain. `priority`: lower runs earlier under the priority policy. `tenant` is the
+    caller, as far as the gateway can tell; under the fair policy waiting tenants are served in proportion to `weight`.
+    `queue_timeout_s` is capped at the engine core's own, which 0 selects. `adapter` holds weights added to the model's
+    own.
     """
 
     request_id: str
@@ -103,7 +104,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PriorOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one choice that were already emitted before this attempt; they stay output tokens."""
+    """Tokens of one choice that were emitted before this attempt; they remain output tokens."""
 
     choice: int
     token_ids: list[int]
@@ -111,9 +112,9 @@ class PriorOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """Under what a request's first token was made. It goes on where weights and numerics are the same, or not at all.
+    """Weights and numerics of a request's first token. The request continues only where both are the same.
 
-    `cached_prompt_tokens` is what usage reports, also after a replay.
+    `cached_prompt_tokens` is the number that usage reports, also after a replay.
     """
 
     model_fingerprint: str
@@ -122,7 +123,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
-    """How far earlier attempts of a generation have come; without tokens, it starts from the beginning."""
+    """The progress of earlier attempts of a generation; without tokens, it starts from the beginning."""
 
     prior_outputs: tuple[PriorOutput, ...] = ()
     begun: Begun | None = None
@@ -153,7 +154,7 @@ class LedgerEntry(msgspec.Struct, frozen=True):
 class Tokens(msgspec.Struct, kw_only=True, tag=True):
     """New tokens of a generation. `first_index` is the output position of `token_ids[0]`.
 
-    `begun` comes with a request's first tokens, `stop_token_id` with the ending that it caused.
+    `begun` comes with a request's first tokens, `stop_token_id` with the ending that the token caused.
     """
 
     first_index: int
@@ -165,22 +166,22 @@ class Tokens(msgspec.Struct, kw_only=True, tag=True):
 
 
 class Pooled(msgspec.Struct, kw_only=True, tag=True):
-    """What a prompt was read as, float32 little-endian; empty where it ended otherwise."""
+    """The pooled output of a prompt, float32 little-endian; empty if the request ended otherwise."""
 
     data: bytes = b""
 
 
 Result = Tokens | Pooled
-"""What may come of a task: one struct per arm of `result` in engine.proto."""
+"""Results of tasks: one struct per arm of `result` in engine.proto."""
 
 
 def nothing_of(task: Task, first_index: int = 0) -> Result:
-    """The result of a task of which there is nothing new, after so many tokens."""
+    """A result with no new output, at output position `first_index`."""
     return Pooled() if isinstance(task, Pool) else Tokens(first_index=first_index, token_ids=[])
 
 
 class Delta(msgspec.Struct, kw_only=True):
-    """What is new of one choice, or its ending. `result` is that of the record's task.
+    """New output of one choice, or its ending. `result` has the kind of the record's task.
 
     `usage` and `ledger` come with the last delta of a request's last choice: that delta is the request's ending.
     """
@@ -201,12 +202,12 @@ class Delta(msgspec.Struct, kw_only=True):
 
     @property
     def tokens(self) -> Tokens:
-        """What is new of a generation; of anything else, no token."""
+        """The new tokens of a generation; none for any other task."""
         return self.result if isinstance(self.result, Tokens) else Tokens(first_index=0, token_ids=[])
 
     @property
     def pooled(self) -> bytes:
-        """What a prompt was read as; of a generation, nothing."""
+        """The pooled output of a prompt; empty for a generation."""
         return self.result.data if isinstance(self.result, Pooled) else b""
 
     @property
@@ -215,7 +216,7 @@ class Delta(msgspec.Struct, kw_only=True):
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of one attempt, on its way to whoever submitted it. `number` names it on a session."""
+    """The output of one choice of one attempt, on its way to the submitter. `number` identifies it on a session."""
 
     number: int
     request_id: str
@@ -224,7 +225,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NextTokens(msgspec.Struct, kw_only=True):
-    """The usual delta, one token and nothing else, of many choices in columns of equal length."""
+    """Ordinary deltas (one token, nothing else) of many choices, as columns of equal length."""
 
     streams: list[Stream] = []
     first_indexes: list[int] = []
@@ -239,7 +240,7 @@ class NextTokens(msgspec.Struct, kw_only=True):
         self.token_ids += other.token_ids
 
     def parted(self, chosen: Callable[[Stream], bool]) -> tuple[NextTokens, NextTokens]:
-        """Those of the chosen streams, and the others."""
+        """The tokens of chosen streams, and the others."""
         parts = NextTokens(), NextTokens()
         for stream, index, token in zip(self.streams, self.first_indexes, self.token_ids, strict=True):
             part = parts[not chosen(stream)]
@@ -262,7 +263,7 @@ class NextTokens(msgspec.Struct, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine core's state of the moment; see `Load` in engine.proto. `limits` are 0 until a worker registered."""
+    """The current state of an engine core; see `Load` in engine.proto. Limits are 0 until a worker has registered."""
 
     engine_id: str
     num_workers: int = 0
