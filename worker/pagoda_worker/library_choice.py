@@ -1,7 +1,7 @@
 """Environment variables for torch's libraries, which read them when they are first used.
 
-Its matrix libraries choose kernels by shape, and some of these sum in a different order for other shapes. Both
-libraries can be restricted to kernels that do not:
+The matrix libraries choose kernels by shape, and some of these sum in a different order for other shapes. Both can be
+restricted to kernels that do not:
 
     oneDNN  ONEDNN_MAX_CPU_ISA  no AMX: its tiles split K by the number of rows
     MKL     MKL_CBWR            one code branch in its strict mode, which ignores the size and alignment of matrices;
@@ -9,7 +9,7 @@ libraries can be restricted to kernels that do not:
 
 A variable that an operator has set is kept, and is part of `numerics_id`.
 
-Threads of its parallel loops spin while they wait, and a spinning thread occupies a core that others could use: the
+Threads of torch's parallel loops spin while they wait, and a spinning thread occupies a core that others could use: the
 gateway, another worker, the very thread that is waited for. They are set to spin for some tens of microseconds, then to
 sleep; if they slept at once, every loop would wait for them to wake up. An operator's settings for this are kept, too.
 """

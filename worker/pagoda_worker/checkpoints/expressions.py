@@ -15,7 +15,7 @@ from collections.abc import Sequence
 MAX_CHARS = 512
 NAME_CHARS = 64  # about
 MAX_WAYS = 1 << 20  # to read all expressions of a field
-# Special groups other than non-capturing, named and lookaround ones, backreferences, nested repetitions.
+# Refused: groups other than plain, named and lookaround ones, backreferences, nested repetitions.
 _STRANGE = re.compile(r"\(\?(?!:|<?[=!]|P<)|\\[0-9]|[)}][*+{]|[*+?}][*+{]")
 
 _MARKS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)  # escapes and classes are consumed whole

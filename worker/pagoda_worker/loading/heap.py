@@ -1,4 +1,4 @@
-"""Returns memory that loading borrowed to the system.
+"""Gives memory that loading borrowed back to the system.
 
 Loading copies matrices one after the other, and also allocates small tensors that stay. If glibc carves these out of
 the hole that a copy has left, the next copy no longer fits there, and the heap may end up with holes as large as a

@@ -1,7 +1,9 @@
-"""Quantised checkpoints: the method that config.json names, and what each method stores in place of a matrix. A method
-says for every linear layer how it is packed, or that it is not. Tensors of a packing are checked by their headers like
-any other, and become a `QuantizedWeight`, or are widened. To add a method: a function `read(fields, where) -> Layout`
-and a line in `METHODS`."""
+"""Quantised checkpoints: the method that config.json names, and what each method stores in place of a matrix.
+
+A method says for every linear layer how it is packed, or that it is not. Tensors of a packing are checked by their
+headers like any other, and become a `QuantizedWeight`, or are widened. To add a method: a function `read(fields, where)
+-> Layout` and a line in `METHODS`.
+"""
 
 from __future__ import annotations
 

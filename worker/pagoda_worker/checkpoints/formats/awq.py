@@ -74,7 +74,7 @@ def _outputs_first(words: torch.Tensor) -> torch.Tensor:
 
 
 def read_awq(fields: dict[str, Any], where: str) -> Layout:
-    """Raises UnsupportedConfig: a field with a meaning that is not implemented."""
+    """Raises UnsupportedConfig for a field whose meaning is not implemented."""
     must_be = {
         "zero_point": (None, True), "desc_act": (None, False), "lm_head": (None, False), "dynamic": (None, {}),
         "pack_dtype": (None, "int32"),

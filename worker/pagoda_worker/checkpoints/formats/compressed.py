@@ -1,12 +1,12 @@
-"""compressed-tensors, the format of llm-compressor: whole numbers in one of two layouts.
+"""compressed-tensors, the format of llm-compressor: integers in one of two layouts.
 
-    int-quantized   weight [N, K] int8, weight_scale [N, 1], weight_zero_point [N, 1] int8 where asymmetric;
-                    activations rounded to int8, each token's by itself as it arrives
-    pack-quantized  weight_packed [N, K * bits / 32] int32, weight_scale [N, K / group], weight_shape [2], and where
+    int-quantized   weight [N, K] int8, weight_scale [N, 1], weight_zero_point [N, 1] int8 if asymmetric;
+                    activations are rounded to int8 at run time, each token with a scale of its own
+    pack-quantized  weight_packed [N, K * bits / 32] int32, weight_scale [N, K / group], weight_shape [2], and if
                     asymmetric weight_zero_point [N * bits / 32, K / group] int32, packed along the outputs
 
-Packed fields are levels, whole int8 numbers are levels minus the middle one. `config_groups` map targets (a layer's
-name, "re:" and an expression, or the class Linear; the first is the most specific) to schemes; `ignore` exempts.
+Packed fields are levels, int8 integers are levels minus the middle one. `config_groups` maps targets (a layer's name,
+"re:" and an expression, or the class Linear; the first is the most specific) to schemes; `ignore` exempts layers.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _above_middle(whole: torch.Tensor) -> torch.Tensor:
 
 
 def read_compressed(fields: dict[str, Any], where: str) -> Layout:
-    """Raises UnsupportedConfig: a field with a meaning that is not implemented."""
+    """Raises UnsupportedConfig for a field whose meaning is not implemented."""
     must_be: dict[str, tuple[Any, ...]] = {
         "kv_cache_scheme": (None, {}), "transform_config": (None, {}), "moe_sparsity_config": (None, {}),
         "quantization_status": (None, "compressed", "frozen"),

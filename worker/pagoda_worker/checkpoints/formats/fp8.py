@@ -47,7 +47,7 @@ class Float8Packing:
 
 
 def read_fp8(fields: dict[str, Any], where: str) -> Layout:
-    """Raises UnsupportedConfig: a field with a meaning that is not implemented."""
+    """Raises UnsupportedConfig for a field whose meaning is not implemented."""
     reader = ConfigReader(fields, where, {"quant_method"}, {"dequantize": (None, False)})
     reader.choice("fmt", "e4m3")
     reader.choice("scale_fmt", "float", "ue8m0")  # of inputs; weight scales are stored in float32 regardless

@@ -88,7 +88,7 @@ class GptqPacking:
 
 
 def read_gptq(fields: dict[str, Any], where: str) -> Layout:
-    """Raises UnsupportedConfig: a field with a meaning that is not implemented."""
+    """Raises UnsupportedConfig for a field whose meaning is not implemented."""
     must_be = {"is_marlin_format": (None, False), "dynamic": (None, {}), "pack_dtype": (None, "int32")}
     reader = ConfigReader(fields, where, HARMLESS, must_be)
     reader.choice("method", "gptq")

@@ -51,7 +51,7 @@ class FloatStacks:
 
 
 def read_mxfp4(fields: dict[str, Any], where: str) -> Layout:
-    """Raises UnsupportedConfig: a field with a meaning that is not implemented."""
+    """Raises UnsupportedConfig for a field whose meaning is not implemented."""
     reader = ConfigReader(fields, where, {"quant_method"}, {"dequantize": (None, False)})
     plain = reader.maybe("modules_to_not_convert", list) or []
     reader.finish()
