@@ -51,7 +51,7 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
         if not config.kernels.startswith(AUTO) or models.loaded.ops.name == "torch":
             raise
         log.warning("torch serves: %s", error)
-    del models  # its weights are packed for the other back end, and take up the room
+    del models  # its weights are packed for the failed back end, and their memory is needed
     config = replace(config, kernels=config.kernels.replace(AUTO, "torch", 1))
     return _started(config, load_models(config, progress), recording)
 
