@@ -80,27 +80,55 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
             was said; the message names the options.
     """
     models = (loaded,) if draft is None else (loaded, draft)
-    sizes = [group for model in models for group in model.kv_groups], loaded.retentions, config.block_size
-    if not sizes[0]:
-        return 0  # it keeps nothing
-    blocks_per_request = min(-(-loaded.max_model_len // config.block_size), loaded.retentions[0].row_blocks)
+    kept = _Kept([group for model in models for group in model.kv_groups], loaded.retentions, config.block_size)
+    if not kept.shapes:
+        return 0
+    row_blocks = kept.row_blocks(loaded.max_model_len)
     if config.num_blocks:
         blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"
     elif config.kv_cache_gib:
-        blocks, source = _fitting(_named(config, use), *sizes), f"kv_cache_gib={config.kv_cache_gib:g}"
+        blocks, source = kept.blocks_in(_named(config, use)), f"kv_cache_gib={config.kv_cache_gib:g}"
     else:
         usable, source = _usable(config, use, adapters_bytes, at_first)
-        blocks = max(0, min(_fitting(usable, *sizes, spare), config.max_rows * blocks_per_request))
-    if blocks < blocks_per_request:
-        per_token = bytes_of_row(*sizes[:2], loaded.max_model_len, config.block_size) / loaded.max_model_len
-        needed = f"of which a row takes {blocks_per_request * config.block_size}, " * bool(loaded.retentions[0].kept)
-        raise NotEnoughMemory(
-            f"the KV cache holds {blocks * config.block_size} tokens ({source}, {needed}"
-            f"{per_token / 1024:.1f} KiB per token), but max_model_len is {loaded.max_model_len}: "
-            f"lower max_model_len, or raise "
-            f"{'gpu_memory_utilization, ' if use else ''}kv_cache_gib or num_blocks"
-        )
+        blocks = max(0, min(kept.blocks_in(usable, spare), config.max_rows * row_blocks))
+    if blocks < row_blocks:
+        options = f"{'gpu_memory_utilization, ' if use else ''}kv_cache_gib or num_blocks"
+        problem = _too_few(kept, blocks, loaded.max_model_len, source)
+        raise NotEnoughMemory(f"{problem}: lower max_model_len, or raise {options}")
     return blocks
+
+
+class _Kept(NamedTuple):
+    """What models that serve together keep of tokens, and in blocks of how many."""
+
+    shapes: Sequence[KVShape]
+    retentions: Sequence[Retention]
+    block_size: int
+
+    def row_blocks(self, num_tokens: int) -> int:
+        """Of the first table, of a row with so many tokens."""
+        return min(-(-num_tokens // self.block_size), self.retentions[0].row_blocks)
+
+    def blocks_in(self, usable: int, spare: int = 0) -> int:
+        """Blocks of the first table with which all, and so many spare ones of each, take no more than usable bytes."""
+        sizes = [0] * len(self.retentions)
+        for shape in self.shapes:
+            sizes[shape.table] += shape.bytes_per_block(self.block_size)
+
+        def taken(blocks: int) -> int:
+            return sum(size * one.num_blocks(blocks) for size, one in zip(sizes, self.retentions, strict=True))
+
+        left = usable - spare * sum(sizes)
+        return bisect_right(range(max(0, left) // max(1, sizes[0]) + 1), left, key=taken) - 1
+
+
+def _too_few(kept: _Kept, blocks: int, max_len: int, source: str) -> str:
+    """Where a row of the longest length takes more blocks than there are, that it does."""
+    per_token = bytes_of_row(kept.shapes, kept.retentions, max_len, kept.block_size) / max_len
+    row_tokens = kept.row_blocks(max_len) * kept.block_size
+    needed = f"of which a row takes {row_tokens}, " if kept.retentions[0].kept else ""
+    holds = f"the KV cache holds {blocks * kept.block_size} tokens"
+    return f"{holds} ({source}, {needed}{per_token / 1024:.1f} KiB per token), but max_model_len is {max_len}"
 
 
 def _named(config: WorkerConfig, use: DeviceUse | None) -> int:
@@ -114,21 +142,6 @@ def _named(config: WorkerConfig, use: DeviceUse | None) -> int:
     return named
 
 
-def _fitting(
-    usable: int, shapes: Sequence[KVShape], retentions: Sequence[Retention], block_size: int, spare: int = 0
-) -> int:
-    """Blocks of the first table with which all, and so many spare ones of each, take no more bytes than are usable."""
-    sizes = [0] * len(retentions)
-    for shape in shapes:
-        sizes[shape.table] += shape.bytes_per_block(block_size)
-
-    def taken(blocks: int) -> int:
-        return sum(size * one.num_blocks(blocks) for size, one in zip(sizes, retentions, strict=True))
-
-    left = usable - spare * sum(sizes)
-    return bisect_right(range(max(0, left) // max(1, sizes[0]) + 1), left, key=taken) - 1
-
-
 def num_swap_blocks(
     config: WorkerConfig, shapes: Sequence[KVShape], on_cpu: bool, retentions: Sequence[Retention] = KEEP_ALL
 ) -> list[int]:
@@ -137,7 +150,7 @@ def num_swap_blocks(
         usable = int(config.swap_space_gib * GIB)
     else:
         usable = 0 if on_cpu else min(SWAP_BYTES, host_available_bytes(Path("/")) // config.workers_here // 4)
-    blocks = _fitting(usable, shapes, retentions, config.block_size) if shapes else 0
+    blocks = _Kept(shapes, retentions, config.block_size).blocks_in(usable) if shapes else 0
     return [one.num_blocks(blocks) if blocks else 0 for one in retentions]
 
 

@@ -18,6 +18,7 @@ from pagoda_worker.checkpoints.config_reader import HARMLESS, UnsupportedConfig,
 from pagoda_worker.checkpoints.fingerprint import fingerprint
 from pagoda_worker.checkpoints.formats import FIELD, read_layout
 from pagoda_worker.checkpoints.formats.gguf import block_layout
+from pagoda_worker.checkpoints.formats.layout import Layout
 from pagoda_worker.checkpoints.formats.source import choose_formats, open_source
 from pagoda_worker.checkpoints.gguf import open_weights
 from pagoda_worker.checkpoints.names import Names
@@ -28,7 +29,7 @@ from pagoda_worker.encoders.encoder import Encoder
 from pagoda_worker.encoders.families import ENCODER_HARMLESS, encoder_architecture, encoder_spec, family_of
 from pagoda_worker.encoders.source import open_encoder_source
 from pagoda_worker.encoders.spec import EncoderSpec
-from pagoda_worker.kernels.ops import Needs
+from pagoda_worker.kernels.ops import Needs, Ops
 from pagoda_worker.loading.model import (
     CHOOSES_THE_CODE,
     LoadedModel,
@@ -94,19 +95,7 @@ def _encoder(reading: _Reading) -> LoadedModel:
     name = encoder_architecture(fields)
     spec = encoder_spec(name, fields)
     dtype = _dtype(reading, whole=True)
-    attention = spec.layers[0].attention
-    needs = Needs(
-        dtype=dtype,
-        hidden_size=spec.hidden_size,
-        head_dims=(attention.head_dim,),
-        inputs=tuple({spec.hidden_size, spec.width}),
-        attention=tuple(layer.attention for layer in spec.layers),
-        vocab_size=spec.vocab_size,
-        block_size=config.block_size,
-        num_threads=config.threads,
-        instruction_set=config.instruction_set,
-    )
-    ops = chosen_ops(config, reading.device, needs)
+    ops = chosen_ops(config, reading.device, _encoder_needs(config, dtype, spec))
     max_len = _max_len(reading, spec.max_positions, spec.max_positions)
     source = open_encoder_source(checkpoint, spec, config.quantization, dtype, reading.device)
     pooler = _encoder_pooler(reading, spec)
@@ -126,6 +115,21 @@ def _encoder(reading: _Reading) -> LoadedModel:
         pooler=pooler,
         scratch=encoder.scratch,
         second_place=spec.max_positions if encoder.num_types > 1 else 0,
+    )
+
+
+def _encoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: EncoderSpec) -> Needs:
+    """What an encoder asks of a back end."""
+    return Needs(
+        dtype=dtype,
+        hidden_size=spec.hidden_size,
+        head_dims=(spec.layers[0].attention.head_dim,),
+        inputs=tuple({spec.hidden_size, spec.width}),
+        attention=tuple(layer.attention for layer in spec.layers),
+        vocab_size=spec.vocab_size,
+        block_size=config.block_size,
+        num_threads=config.threads,
+        instruction_set=config.instruction_set,
     )
 
 
@@ -171,20 +175,12 @@ def _decoder(reading: _Reading) -> LoadedModel:
     that sees both ways reads them whole, as an encoder does."""
     config, checkpoint = reading.config, reading.checkpoint
     fields = {name: value for name, value in reading.fields.items() if name not in BESIDE_THE_DECODER}
-    layout, name = read_layout(fields), architecture_of(fields)
-    spec = native_spec(_generating(name), {key: value for key, value in fields.items() if key != FIELD})
-    _with_root(checkpoint, (spec.names, *spec.spellings))
-    spec = as_spelled(spec, checkpoint.entries)
+    layout, spec = read_layout(fields), _decoder_spec(checkpoint, fields)
     dtype = _dtype(reading, whole=not spec.causal)
     ops = chosen_ops(config, reading.device, decoder_needs(config, dtype, spec))
     pooler = _decoder_pooler(reading, spec)
-    for key in [key for key in checkpoint.entries if key.startswith("score.")]:
-        del checkpoint.entries[key]
-    spec = replace(spec, tied=True, logit_scale=1.0)  # whatever makes logits of states is not loaded
-    formats = choose_formats(spec, layout or block_layout(checkpoint.entries), config.quantization)
-    source = open_source(checkpoint, spec, formats, dtype, reading.device)
     max_len = _max_len(reading, spec.reach, spec.max_positions)
-    decoder = Decoder(spec, ops, source, dtype, max_len, head_size=0)
+    decoder, weights = _headless(reading, spec, layout, ops, dtype, max_len)
     quantized = spec.causal and config.kv_cache_dtype == "int8"
     groups = tuple(replace(group, quantized=quantized) for group in decoder.kv_groups)
     most = config.max_tokens_per_step if spec.causal else max(config.max_tokens_per_step, max_len)
@@ -198,10 +194,31 @@ def _decoder(reading: _Reading) -> LoadedModel:
         vocab_size=spec.vocab_size,
         max_model_len=max_len,
         fingerprint=_fingerprint(fields, HARMLESS - CHOOSES_THE_CODE, checkpoint, pooler),
-        numerics_id=numerics_id(ops, groups[0], native_implementation(spec.ropes, max_len), formats.description),
+        numerics_id=numerics_id(ops, groups[0], native_implementation(spec.ropes, max_len), weights),
         batch_invariant=ops.batch_invariant,
         pooler=pooler,
     )
+
+
+def _decoder_spec(checkpoint: Checkpoint, fields: Mapping[str, Any]) -> DecoderSpec:
+    """With the tensors called as `checkpoint` has them, which may be a decoder saved without what makes logits."""
+    name = _generating(architecture_of(fields))
+    spec = native_spec(name, {key: value for key, value in fields.items() if key != FIELD})
+    _with_root(checkpoint, (spec.names, *spec.spellings))
+    return as_spelled(spec, checkpoint.entries)
+
+
+def _headless(
+    reading: _Reading, spec: DecoderSpec, layout: Layout | None, ops: Ops, dtype: torch.dtype, max_len: int
+) -> tuple[Decoder, str]:
+    """Without whatever makes logits or scores of states; and the format of its matrices, in words."""
+    checkpoint = reading.checkpoint
+    for key in [key for key in checkpoint.entries if key.startswith("score.")]:
+        del checkpoint.entries[key]
+    spec = replace(spec, tied=True, logit_scale=1.0)
+    formats = choose_formats(spec, layout or block_layout(checkpoint.entries), reading.config.quantization)
+    source = open_source(checkpoint, spec, formats, dtype, reading.device)
+    return Decoder(spec, ops, source, dtype, max_len, head_size=0), formats.description
 
 
 def _generating(name: str) -> str:

@@ -15,8 +15,7 @@ from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MoeShape, lin
 from pagoda_worker.checkpoints.temper import temper_table
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped, planes_of
 from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation, SlotRoom
-from pagoda_worker.kernels.quantized import by_rows
-from pagoda_worker.models.ends import Embedding, Head, content_of, filled
+from pagoda_worker.models.ends import content_of, filled, load_embedding, load_head
 from pagoda_worker.models.latent import Latent, load_latent
 from pagoda_worker.models.linear import AdapterTensors, Factors, Linear, Packer
 from pagoda_worker.models.moe import Branch, load_mlp
@@ -79,21 +78,10 @@ class Decoder:
         self._tempers = [temper_table(shape, max_positions, ops.device) for shape in spec.tempers]
         packer = Packer(ops, source, dtype, room)
         self._layers = [_load_layer(spec, packer, index, kv) for index, kv in enumerate(kv_layers)]
-        names = spec.names
         self._final_norm = _load_final_norm(spec, source.tensor)
-        self._embed = Embedding(source.tensor(f"{names.top(names.embed)}.weight"), _embed_scale(spec, dtype))
-        self._positions: torch.Tensor | None = None
-        if spec.learned_positions:
-            self._positions = source.tensor(f"{names.top(names.positions)}.weight")[spec.position_offset :]
-        self._head: Head | None = None
-        self._head_content: bytes | None = None
-        if head_size != 0:
-            weight = source.tied(self._embed.table) if spec.tied else source.linear(names.head)
-            weight = by_rows(weight, lambda lines: lines[:head_size])
-            packed = ops.pack_linear(weight)
-            self._head_content = content_of(weight) if room is not None else None
-            linear = Linear(packed, {names.head: slice(0, weight.shape[0])}, slots=packer.slots(packed, 1))
-            self._head = Head(linear, spec.final_softcap)
+        self._embed = load_embedding(spec, source, dtype)
+        self._positions = _load_positions(spec, source) if spec.learned_positions else None
+        self._head, self._head_content = load_head(spec, packer, self._embed.table, head_size)
         self.replacing: frozenset[int] = frozenset()  # slots of adapters that put something in place of the model's
 
     @property
@@ -338,12 +326,9 @@ def _followed(plan: list[_Plan], places: Sequence[Batch], kv: Sequence[Cache]) -
     return plan
 
 
-def _embed_scale(spec: DecoderSpec, dtype: torch.dtype) -> float | None:
-    """The published scale, and what the stream is divided by; see `load_norm`."""
-    if spec.embed_scale is None and spec.residual_scale == 1.0:
-        return None
-    published = 1.0 if spec.embed_scale is None else torch.tensor(spec.embed_scale, dtype=dtype).item()
-    return published / spec.residual_scale
+def _load_positions(spec: DecoderSpec, source: Source) -> torch.Tensor:
+    """Learned ones, [P, H], from that of the first token on."""
+    return source.tensor(f"{spec.names.top(spec.names.positions)}.weight")[spec.position_offset :]
 
 
 def _load_qkv(spec: DecoderSpec, layer: LayerSpec, packer: Packer, prefix: str) -> Linear | Latent:

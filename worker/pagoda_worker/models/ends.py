@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from pagoda_worker.checkpoints.source import Source
+from pagoda_worker.checkpoints.spec import DecoderSpec
 from pagoda_worker.kernels.ops import Added, Ops
-from pagoda_worker.kernels.quantized import Weight
-from pagoda_worker.models.linear import Factors, Linear
+from pagoda_worker.kernels.quantized import Weight, by_rows
+from pagoda_worker.models.linear import Factors, Linear, Packer
 from pagoda_worker.rows.slots import TokenSlots
 
 LANES = 32  # ranks are filled up to a multiple of so many, which every back end's products take
@@ -109,3 +111,31 @@ def content_of(weight: Weight) -> bytes | None:
     if not isinstance(weight, torch.Tensor):
         return None
     return hashlib.sha256(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data).digest()
+
+
+def load_embedding(spec: DecoderSpec, source: Source, dtype: torch.dtype) -> Embedding:
+    return Embedding(source.tensor(f"{spec.names.top(spec.names.embed)}.weight"), _embed_scale(spec, dtype))
+
+
+def load_head(
+    spec: DecoderSpec, packer: Packer, table: torch.Tensor, size: int | None
+) -> tuple[Head | None, bytes | None]:
+    """The head for the first `size` tokens (see `Decoder`), and, where adapters may bring one, what its matrix holds.
+    `table` is the embedding's."""
+    if size == 0:
+        return None, None
+    name = spec.names.head
+    weight = packer.source.tied(table) if spec.tied else packer.source.linear(name)
+    weight = by_rows(weight, lambda lines: lines[:size])
+    packed = packer.ops.pack_linear(weight)
+    content = None if packer.room is None else content_of(weight)
+    linear = Linear(packed, {name: slice(0, weight.shape[0])}, slots=packer.slots(packed, 1))
+    return Head(linear, spec.final_softcap), content
+
+
+def _embed_scale(spec: DecoderSpec, dtype: torch.dtype) -> float | None:
+    """The published scale, and what the stream is divided by; see `load_norm`."""
+    if spec.embed_scale is None and spec.residual_scale == 1.0:
+        return None
+    published = 1.0 if spec.embed_scale is None else torch.tensor(spec.embed_scale, dtype=dtype).item()
+    return published / spec.residual_scale
