@@ -128,21 +128,7 @@ def load_model(
         else:
             spelled = as_spelled(spec, checkpoint.entries)
             made = _natively(config, spelled, layout, checkpoint, ops, dtype, head_size)
-    kv_groups = tuple(replace(group, quantized=config.kv_cache_dtype == "int8") for group in made.model.kv_groups)
-    return LoadedModel(
-        model=made.model,
-        kv_groups=kv_groups,
-        ops=ops,
-        dtype=dtype,
-        device=device,
-        vocab_size=made.vocab_size,
-        max_model_len=made.max_model_len,
-        fingerprint=fingerprint(fields, HARMLESS - CHOOSES_THE_CODE, checkpoint.digest),
-        numerics_id=numerics_id(ops, kv_groups[0], made.implementation, made.formats.description),
-        batch_invariant=ops.batch_invariant and made.batch_invariant,
-        repeatable=made.batch_invariant,
-        adapters=made.adapters,
-    )
+    return _loaded(config, made, ops, dtype, fingerprint(fields, HARMLESS - CHOOSES_THE_CODE, checkpoint.digest))
 
 
 def settled(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
@@ -167,6 +153,25 @@ class _Made(NamedTuple):
     formats: Formats = Formats()
     batch_invariant: bool = True
     adapters: Adapters = NO_ADAPTERS
+
+
+def _loaded(config: WorkerConfig, made: _Made, ops: Ops, dtype: torch.dtype, weights: str) -> LoadedModel:
+    """`weights` is their fingerprint."""
+    kv_groups = tuple(replace(group, quantized=config.kv_cache_dtype == "int8") for group in made.model.kv_groups)
+    return LoadedModel(
+        model=made.model,
+        kv_groups=kv_groups,
+        ops=ops,
+        dtype=dtype,
+        device=ops.device,
+        vocab_size=made.vocab_size,
+        max_model_len=made.max_model_len,
+        fingerprint=weights,
+        numerics_id=numerics_id(ops, kv_groups[0], made.implementation, made.formats.description),
+        batch_invariant=ops.batch_invariant and made.batch_invariant,
+        repeatable=made.batch_invariant,
+        adapters=made.adapters,
+    )
 
 
 def _natively(  # noqa: PLR0913 - all that a model is made of
