@@ -1,7 +1,7 @@
-"""Compiles the kernel library, once, when Pagoda is installed. Standard library only: the build hook runs it by path.
+"""Compiles the kernel library once, when Pagoda is installed. Standard library only: the build hook runs it by path.
 
-The same source is compiled once per instruction set level with that level's flags; which one runs is decided when the
-library is loaded. A level whose flags the compiler does not know is left out. Without a compiler there is no library,
+The same source is compiled once per instruction set level with that level's flags; the level to run is chosen when the
+library is loaded. Levels whose flags the compiler does not know are left out. Without a compiler there is no library,
 and the torch back end serves.
 """
 
@@ -27,7 +27,7 @@ AVX512_BF16 = AVX512 + " -mavx512bf16 -mavx512vnni"
 
 
 class Level(NamedTuple):
-    """One instruction set. `kind` is what PAGODA_LEVEL says of registers; of VNNI and AMX the compiler tells."""
+    """One instruction set. `kind` becomes PAGODA_LEVEL; the compiler's own macros tell the code about VNNI and AMX."""
 
     name: str
     kind: int
@@ -46,11 +46,11 @@ LEVELS = (
 
 
 class CompileError(RuntimeError):
-    """The compiler knows the flags of a level and fails on its code; its output is the message."""
+    """The compiler knows the flags of a level but fails on its code; its output is the message."""
 
 
 def build(compiler: str | None = None, out: Path = LIBRARY, highest: str = LEVELS[-1][0]) -> Path | None:
-    """Compile the levels up to `highest` to `out`; None when this machine has no C++ compiler.
+    """Compile the levels up to `highest` into `out`; None if this machine has no C++ compiler.
 
     Raises:
         CompileError: there is a compiler, but it cannot compile the kernels.
@@ -77,13 +77,13 @@ def build(compiler: str | None = None, out: Path = LIBRARY, highest: str = LEVEL
 
 
 def is_current(out: Path = LIBRARY) -> bool:
-    """Whether it was compiled from the source as it is."""
+    """Whether the library is newer than all of its sources."""
     sources = [Path(__file__), *SOURCE.rglob("*.*")]
     return out.exists() and out.stat().st_mtime_ns > max(path.stat().st_mtime_ns for path in sources)
 
 
 def _compile_level(compiler: str, scratch: Path, level: Level) -> Path | None:
-    """The object of one level; None where the compiler cannot make code for such a processor at all."""
+    """The object file of one level; None if the compiler cannot target such a processor at all."""
     empty, target = scratch / f"{level.name}.cpp", scratch / f"{level.name}.o"
     flags = [*FLAGS, *level.flags.split()]
     empty.touch()
@@ -105,7 +105,7 @@ def _run(command: list[str], target: Path) -> None:
 
 
 def _replace(built: Path, out: Path) -> None:
-    """In one step, so that a process which has the old library mapped keeps it whole."""
+    """Replace the library atomically, so that a process that has the old one mapped keeps it intact."""
     staged = out.with_suffix(f".{os.getpid()}.tmp")
     shutil.copyfile(built, staged)
     staged.replace(out)

@@ -1,4 +1,4 @@
-"""The KV cache of the native kernels, and the way between its layouts and the one all back ends share."""
+"""The KV cache of the native kernels, and the conversion between its layouts and the one all back ends share."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pagoda_worker.kernels.kv_cache import SCALE_DTYPE, Blocks, KVShape
 from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.rows.batch import Batch
 
-GROUP = 16  # tokens that lie side by side; see csrc/attention_cells.h
-MAX_QUANTIZED_DIM = 256  # sums of more products than that overflow
+GROUP = 16  # tokens that are stored side by side; see csrc/attention_cells.h
+MAX_QUANTIZED_DIM = 256  # sums of more products would overflow
 QUANTIZED_DIMS = f"native keeps keys and values in int8 for heads of up to {MAX_QUANTIZED_DIM} dimensions"
 WORD_BYTES = 4  # of neighbouring dimensions of a key, or tokens of a value
 
 
 @dataclass(frozen=True)
 class NativeKVCache:
-    """By plane and layer, in the layouts of csrc/attention_cells.h. A block id means the same as everywhere.
+    """The cache by plane and layer, in the layouts of csrc/attention_cells.h. Block ids have their usual meaning.
 
-    Planes are keys and values; or keys alone, which are values, too: see `KVShape.planes`.
+    The planes are keys and values, or only keys, which are then also the values: see `KVShape.planes`.
     """
 
     shape: KVShape
@@ -34,11 +34,11 @@ class NativeKVCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that belongs to a block, [num_blocks, ...] each."""
+        """All tensors that hold data of blocks, [num_blocks, ...] each."""
         return [layer for plane in (*self.cells, *self.scales) for layer in plane]
 
     def layer(self, index: int, table: int) -> LayerCache:
-        """`table`: which of the tables that the step is given is this group's."""
+        """`table`: which of the step's tables is this group's."""
         return LayerCache(
             keys=self.cells[0][index],
             values=self.cells[1][index] if self.shape.planes == 2 else None,
@@ -51,7 +51,7 @@ class NativeKVCache:
         )
 
     def admit(self, batch: Batch) -> None:
-        """Nothing to clean: kernels read no cell that was not written since its block was given out."""
+        """Nothing to clean: kernels never read a cell that was not written since its block was allocated."""
 
     def inspect(self, batch: Batch, hidden: torch.Tensor) -> None:
         """See `admit`."""
@@ -100,13 +100,13 @@ def import_blocks(kv: NativeKVCache, block_ids: Sequence[int], blocks: Blocks) -
 
 @dataclass(frozen=True)
 class _Layout:
-    """A block as stored has these sizes; taken in this order they are [Hkv, block_size, D]."""
+    """The sizes of a stored block; its axes, permuted by `order`, are [Hkv, block_size, D]."""
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
 
     def unfold(self, stored: torch.Tensor) -> torch.Tensor:
-        """[n, Hkv * block_size * D] as stored -> the same numbers as [n, Hkv, block_size, D]"""
+        """[n, Hkv * block_size * D] as stored -> [n, Hkv, block_size, D], flattened after n"""
         return stored.view(-1, *self.sizes).permute(0, *(axis + 1 for axis in self.order)).flatten(1)
 
     def fold(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class _Layout:
 
 
 def _layouts(shape: KVShape, block_size: int) -> tuple[_Layout, _Layout]:
-    """Of keys and of values."""
+    """The layouts of keys and values."""
     heads, dim, word = shape.num_kv_heads, shape.head_dim, WORD_BYTES // shape.stored_dtype.itemsize
     return (
         _Layout((heads, block_size // GROUP, dim // word, GROUP, word), (0, 1, 3, 2, 4)),

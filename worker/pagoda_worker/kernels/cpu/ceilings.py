@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured: read memory, and multiply in registers. See csrc/ceilings.h."""
+"""Measures this machine's ceilings: reading memory, and multiplying in registers. See csrc/ceilings.h."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FIRST_ROUNDS = 20_000
 
 
 class CeilingProbe:
-    """Measures the ceilings again and again: a shared machine's change while one looks.
+    """Measures the ceilings on each call, because those of a shared machine change over time.
 
     Args:
-        buffer_bytes: What is read; much more than the caches hold.
-        repeats: Runs of each probe; their median counts.
+        buffer_bytes: Size of the buffer that is read; much more than the caches hold.
+        repeats: Runs of each probe, of which the median is taken.
     """
 
     def __init__(self, library: lib.Library, buffer_bytes: int, repeats: int) -> None:
@@ -29,7 +29,7 @@ class CeilingProbe:
         self._rounds = dict.fromkeys(lib.PEAKS, FIRST_ROUNDS)
         size = max(1, buffer_bytes // lib.READ_BYTES) * lib.READ_BYTES
         self._buffer = lib.pages(size, dtype=torch.int8)
-        self._buffer.fill_(1)  # memory that nobody has written is one page of zeros, and comes from the cache
+        self._buffer.fill_(1)  # unwritten memory is one shared page of zeros, which would be read from the cache
 
     def measure(self) -> Ceilings:
         read_s = median_s(lambda: self._library.read(self._buffer), self._repeats)
@@ -50,6 +50,6 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def median_s(run: Callable[[], object], repeats: int) -> float:
-    """The median over `repeats` runs, after one that does not count."""
+    """The median over `repeats` runs, after a warm-up run."""
     run()
     return statistics.median(seconds(run) for _ in range(repeats))

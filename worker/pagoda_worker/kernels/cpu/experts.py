@@ -1,4 +1,4 @@
-"""Mixture of experts by the kernel library: matrices packed one after the other, and the operations of one layer."""
+"""Mixture of experts with the kernel library: matrices packed one after the other, and the operations of a layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_EXPERTS, MOST_CHOSEN = 1024, 64  # see csrc/experts.h
 
 
 class Stack(NamedTuple):
-    """The same matrix of all experts. `panels` [E, ..] and `bias` [E, ..]: of each, as `NativeLinear` has them."""
+    """One matrix of each expert. `panels` [E, ..] and `bias` [E, ..]: those of each, as in `NativeLinear`."""
 
     panels: Tensor
     bias: Tensor | None
@@ -33,10 +33,10 @@ class NativeExperts(NamedTuple):
 
 
 def stacked(packed: Iterable[tuple[NativeLinear, NativeLinear]], count: int, favour: Tensor | None) -> NativeExperts:
-    """Gate and up, and down, of `count` experts, which are let go of one by one.
+    """Stack gate and up, and down, of `count` experts, releasing each expert once it is copied.
 
     Raises:
-        BackendError: experts of one layer are in different forms.
+        BackendError: the experts of a layer are in different forms.
     """
     stacks: list[Stack] = []
     for expert, pair in enumerate(packed):

@@ -1,4 +1,4 @@
-"""Linear layers of heads by the kernel library: one matrix for each, packed one after the other."""
+"""Per-head linear layers with the kernel library: one matrix for each head, packed one after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagoda_worker.kernels.cpu.operations import Heads, Tape
 
 
 class NativeHeads(NamedTuple):
-    """`panels` [Hq, ..]: of each matrix [n, k], as `NativeLinear` has them."""
+    """`panels` [Hq, ..]: those of each matrix [n, k], as in `NativeLinear`."""
 
     panels: Tensor
     heads: int

@@ -1,4 +1,4 @@
-"""The kernel library as Python sees it: structs mirrored field by field, calls through ctypes (which drops the GIL)."""
+"""The Python binding of the kernel library: structs mirrored field by field, calls through ctypes (without the GIL)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pagoda_worker.kernels.cpu.operations import STRUCTS, Form, Op
 from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.kernels.quantized import QuantizedWeight, exponents
 
-# Raised, here and in csrc/pagoda.cpp, when a function or a struct of the library changes: one of another build is then
-# refused. What changes bits raises `numerics.NUMERICS_VERSION` instead.
+# Increment this, here and in csrc/pagoda.cpp, when a function or struct of the library changes: a library of another
+# build is then refused. For changes of result bits, increment `numerics.NUMERICS_VERSION` instead.
 ABI = 16
 LEVELS = tuple(level.name for level in build.LEVELS)
 PANEL = 32  # columns of a packed panel
-FLOAT_LEVELS = 2  # of `QuantForm.levels`
-PAIR = 2  # inputs that are multiplied at once
+FLOAT_LEVELS = 2  # a value of `QuantForm.levels`
+PAIR = 2  # inputs that are multiplied together
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 PEAKS = ("bf16", "int8")  # the multiplications that `Library.multiply` probes
@@ -35,7 +35,7 @@ READ_BYTES = 512  # `Library.read` reads multiples of it
 
 
 class Step(ctypes.Structure):
-    """See `Step` in csrc/program.h. The tensors behind the pointers belong to the caller for the length of the call."""
+    """See `Step` in csrc/program.h. The caller owns the tensors and must keep them for the duration of the call."""
 
     _fields_: ClassVar = [
         ("num_tokens", ctypes.c_int32),
@@ -52,7 +52,7 @@ class Step(ctypes.Structure):
     ]
 
 
-# See `SampleRow` and `SampleResult` in csrc/sample_call.h. Addresses are of arrays that the caller keeps.
+# See `SampleRow` and `SampleResult` in csrc/sample_call.h. The caller keeps the arrays whose addresses these hold.
 SAMPLE_ROW = np.dtype(
     [
         *((name, np.uint64) for name in ("allowed", "masked", "bias_ids", "seen", "times", "bias")),
@@ -104,14 +104,14 @@ def quant_form(weight: QuantizedWeight) -> Form:
 
 
 def _scales(weight: QuantizedWeight) -> torch.Tensor:
-    """As `QuantSource` has them."""
+    """The scales in the form that `QuantSource` takes."""
     if weight.floats:
         return exponents(weight.scales)
     return weight.scales.to(torch.float16 if weight.bits == 4 else torch.float32)
 
 
 def make_step(**fields: object) -> Step:
-    """A step with these fields; tensors become pointers, so they must outlive it, and None a null pointer."""
+    """A step with these fields. Tensors become pointers, so they must outlive it; None becomes a null pointer."""
     plain = {
         name: value.data_ptr() if isinstance(value, torch.Tensor) else value
         for name, value in fields.items()
@@ -121,16 +121,16 @@ def make_step(**fields: object) -> Step:
 
 
 def pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that cost nothing until they are written, on huge pages where the system has them.
+    """A zeroed tensor that takes no memory until it is written, on huge pages if the system has them.
 
-    What is read once per step from end to end, weights and cached keys and values, misses the TLB less on those.
+    Weights and the KV cache, which every step reads from end to end, cause fewer TLB misses there.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < HUGE_PAGE_BYTES:
         return torch.zeros(shape, dtype=dtype)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -139,7 +139,7 @@ _libraries: weakref.WeakSet[Library] = weakref.WeakSet()
 
 
 def rest() -> None:
-    """End all threads of all libraries, as is needed before a fork. What is run next begins them anew."""
+    """End all threads of all libraries, as required before a fork. The next call starts new ones."""
     for one in _libraries:
         one.close()
 
@@ -148,15 +148,14 @@ class Library:
     """The loaded library at one instruction set level, with its pool of threads.
 
     Args:
-        cpus: The processors to compute on, one thread each (-1: any); the calling thread has the first while it runs.
+        cpus: The CPUs to compute on, one thread each (-1: any); the calling thread uses the first while it runs.
         level: A name of LEVELS, or "" for the highest this machine can run.
 
     Attributes:
-        close: Ends the threads, which begin anew when something is run. It happens by itself when the library is let go
-            of.
+        close: Ends the threads; the next call starts new ones. Also runs when the library is garbage-collected.
 
     Raises:
-        BackendError: it is missing, of another build, or cannot run the level here.
+        BackendError: the library is missing, is of another build, or cannot run the level here.
     """
 
     def __init__(self, cpus: Sequence[int], level: str = "", path: Path = LIBRARY) -> None:
@@ -179,7 +178,7 @@ class Library:
 
     @property
     def meetings(self) -> int:
-        """How often the threads, if they are several, have waited for each other."""
+        """The number of completed barriers, if there are several threads."""
         count: int = self._library.pagoda_pool_meetings(self._pool)
         return count
 
@@ -188,7 +187,7 @@ class Library:
         self._library.pagoda_run(self._pool, self._level, ops, len(ops), ctypes.byref(step))
 
     def sample(self, logits: torch.Tensor, rows: int, results: int) -> None:
-        """logits [R, V] float32, contiguous, overwritten; addresses of R `SAMPLE_ROW` and of R `SAMPLE_RESULT`."""
+        """logits [R, V] float32, contiguous, overwritten; the addresses of R `SAMPLE_ROW` and R `SAMPLE_RESULT`."""
         shape = logits.shape
         self._library.pagoda_sample(self._pool, self._level, logits.data_ptr(), shape[0], shape[1], rows, results)
 
@@ -206,7 +205,7 @@ class Library:
         return packed
 
     def pack_quantized(self, weight: QuantizedWeight) -> torch.Tensor:
-        """-> [ceil(n / 32), bytes of a panel] uint8, laid out as csrc/quant.h says."""
+        """-> [ceil(n / 32), bytes of a panel] uint8, in the layout described in csrc/quant.h."""
         n, k = weight.levels.shape
         levels, form = weight.levels.contiguous(), QuantForm(*quant_form(weight))
         scales = _scales(weight).contiguous()
@@ -225,13 +224,13 @@ class Library:
         return packed
 
     def multiply(self, kind: str, rounds: int) -> float:
-        """Multiply and add `rounds` times on every thread, in registers alone.
+        """Multiply and add `rounds` times on every thread, in registers only.
 
         Args:
             kind: One of PEAKS.
 
         Returns:
-            The operations done by all threads together, a multiplication and an addition being two.
+            The operations of all threads together, counting a multiplication and an addition as two.
         """
         done: float = self._library.pagoda_peak(self._pool, self._level, PEAKS.index(kind), rounds)
         return done * self.num_threads
@@ -246,7 +245,7 @@ class Library:
         return seen
 
     def copy_blocks(self, tensors: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-        """In each tensor [blocks, ...], pairs (source, destination); every source is read before any is written."""
+        """Copy blocks, pairs (source, destination), in each tensor [blocks, ...]; all reads come before all writes."""
         addresses = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
         sizes = (ctypes.c_int64 * len(tensors))(*[tensor[0].nbytes for tensor in tensors])
         flat = (ctypes.c_int64 * (2 * len(pairs)))(*[block for pair in pairs for block in pair])
@@ -254,10 +253,10 @@ class Library:
 
 
 def chosen_level(wanted: str, supported: Sequence[bool]) -> str:
-    """The level `wanted`, or the highest if it is "", of LEVELS which this machine and library have.
+    """The level `wanted`, or if it is "" the highest of LEVELS that this machine and library support.
 
     Raises:
-        BackendError: they do not have it.
+        BackendError: they do not support `wanted`.
     """
     runnable = [name for name, has in zip(LEVELS, supported, strict=True) if has]
     if wanted and wanted not in runnable:
@@ -278,7 +277,7 @@ def _open(path: Path) -> ctypes.CDLL:
     if not path.exists():
         raise BackendError(f"kernels: {path.name} was not built: there was no C++ compiler when Pagoda was installed")
     library = ctypes.CDLL(str(path))
-    _check(library, path)  # before anything that another build may not have
+    _check(library, path)  # before using anything that another build may lack
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.pagoda_pool_new.restype = pointer
     library.pagoda_pool_free.argtypes = [pointer]

@@ -1,4 +1,4 @@
-"""Whether the native kernels can serve a model on this machine."""
+"""Checks whether the native kernels can serve a model on this machine, and loads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_HEAD_DIM = 576  # see MAX_DIM in csrc/program.h
 
 
 def load_native(device: torch.device, needs: Needs) -> NativeOps:
-    """Raises BackendError, saying why, when these kernels cannot serve a model with such needs on this machine."""
+    """Raises BackendError, saying why, if these kernels cannot serve a model with these needs on this machine."""
     if device.type != "cpu":
         raise BackendError(f"kernels: native runs on cpu, not on {device.type}")
     if needs.dtype != torch.bfloat16:
@@ -36,7 +36,7 @@ def _check_sizes(needs: Needs) -> None:
 
 
 def unfit(needs: Needs) -> dict[str, str]:
-    """What these kernels lack for this model, by the family of operations it is lacking in."""
+    """What these kernels lack for this model, by family of operations."""
     lacking = {}
     if odd := [inputs for inputs in needs.inputs if inputs % lib.PAIR]:
         lacking["linear"] = f"native multiplies inputs in pairs, {min(odd)} are odd"

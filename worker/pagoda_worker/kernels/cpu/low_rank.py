@@ -1,6 +1,6 @@
-"""What adapters add, as the kernels read it: csrc/program.h says how, in `LowSlot` and `ShrinkOp`.
+"""The adapters' matrices in the form that kernels read: see `LowSlot` and `ShrinkOp` in csrc/program.h.
 
-Programs have the address of a table that stays; an adapter takes a slot by a line in it.
+Programs hold the address of a table that never moves; an adapter takes a slot by writing a line of it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Order = Callable[[Tensor], Tensor]
 
 
 class Slots(NamedTuple):
-    """Of one linear layer.
+    """The slots of one linear layer.
 
     table: [slots, 5] int64, a `LowSlot` each.
-    kept: What its addresses are of.
-    width: Of the numbers that a token has between the two products.
-    order: How the layer's outputs stand in its panels, if otherwise than they are.
+    kept: The tensors whose addresses are in the table.
+    width: The number of values per token between the two products.
+    order: Reorders the layer's outputs as its panels have them; None if they are in order.
     """
 
     table: Tensor
@@ -37,7 +37,7 @@ class Slots(NamedTuple):
 
 
 def new_slots(count: int, rank: int, order: Order | None) -> Slots:
-    """`rank`: most of all parts of the layer together."""
+    """`rank`: the most ranks of all parts of the layer together."""
     return Slots(torch.zeros(count, 5, dtype=torch.int64), [()] * count, -(-rank // LANES) * LANES, order)
 
 
@@ -57,13 +57,13 @@ def fill_slot(slots: Slots, slot: int, factors: LowRank | None) -> None:
 
 
 def slot_bytes(inputs: int, outputs: Sequence[int], ranks: Sequence[int]) -> int:
-    """Of A and, for each part, of what it reads of B; of a part that ends within a panel, of a panel."""
+    """Bytes of A and, for each part, of its share of B, padded by a panel in case the part ends within one."""
     padded = [count + PANEL for count in outputs]
     return 2 * sum(rank * (inputs + count) for rank, count in zip(ranks, padded, strict=True))
 
 
 def _packed(b: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
-    """`groups` and `b` of a LowSlot. b [N, R] and spans [N, 2]; N is a multiple of the outputs of a group."""
+    """`groups` and `b` of a LowSlot, from b [N, R] and spans [N, 2]; N is a multiple of the group's outputs."""
     reads = spans[:, 1] > spans[:, 0]
     first = spans[:, 0].masked_fill(~reads, b.shape[1]).view(-1, LANES).amin(1)
     counts = (spans[:, 1].masked_fill(~reads, 0).view(-1, LANES).amax(1) - first).clamp(min=0)
@@ -76,7 +76,7 @@ def _packed(b: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shrink(tape: Tape, x: Tensor, added: Added) -> tuple[Tensor, Tensor, int]:
-    """The first product; what the layer itself takes to add the second: `slots`, `low` and `low_width` of a Linear."""
+    """Compute the first product. Returns what Linear needs to add the second: `slots`, `low` and `low_width`."""
     table, _, width, _ = added.slots
     low = tape.buffer(x.shape[0], HEAD + width, torch.float32)
     operation = Shrink(x=x, slots=table, low=low, k=x.shape[1], width=width)

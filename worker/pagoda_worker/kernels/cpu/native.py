@@ -1,8 +1,8 @@
 """The `native` back end: our C++ kernels, bfloat16 on CPU.
 
-Every operation becomes an `Op` of the kernel library. A *tape* decides what happens to it: `Immediate` runs it at once,
-which is the op-by-op path and the oracle of the other; `Recording` (see `program`) writes it down. The operations are
-the same code either way, so both paths compute the same bits.
+Every operation becomes an `Op` of the kernel library. A *tape* decides what happens to it: `Immediate` runs it at once
+(the op-by-op path, which is the oracle for the other); `Recording` (see `program`) records it. The operations are the
+same code either way, so both paths compute the same bits.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from pagoda_worker.rows.batch import Batch, Places, batch_of_spans
 from pagoda_worker.sampling.device_sampler import greedy_sampler
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
-LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
-ATTENTION_SPLIT = 256  # keys that are summed up at a time; see SPLIT in csrc/attention_cells.h
-BIAS_MARGIN = 64  # keys that attention reads a bias for beyond the last
-FORMS = ((8, 8), (4, 8), (4, 16))  # (weight bits, activation bits) that there are kernels for
+LANES = 16  # values that kernels process at a time; sizes are multiples of it
+ATTENTION_SPLIT = 256  # keys per split; see SPLIT in csrc/attention_cells.h
+BIAS_MARGIN = 64  # bias entries that attention reads beyond the last key
+FORMS = ((8, 8), (4, 8), (4, 16))  # (weight bits, activation bits) with kernels
 FLOAT_FORM = (4, 16)
-GROUP = 32  # inputs that share a scale are a multiple of so many
-MAX_GROUP = 65536  # whole numbers of 8 times 8 bits that can be added up in 32
+GROUP = 32  # the group size must be a multiple of this
+MAX_GROUP = 65536  # products of 8 by 8 bits whose sum fits in 32 bits
 BF16_FORM = (16, 16, 0, 0)
 
 
 class NativePlan(NamedTuple):
-    """What attention reads of a step. The tensors must live as long as its pointers are used."""
+    """What attention reads of a step. The tensors must live as long as pointers to them are used."""
 
     block_tables: Tensor  # [B, max_blocks] int32
     query_starts: Tensor  # [B + 1] int32
@@ -69,7 +69,7 @@ class NativePlan(NamedTuple):
 
 
 class Immediate:
-    """Runs each operation as it comes. Of a step it is told the one group that the operation is about."""
+    """Runs each operation immediately. Its steps hold only the tables of the operation's own group."""
 
     all_tables = False
 
@@ -84,7 +84,7 @@ class Immediate:
 
 
 class NativeOps:
-    """See `Ops`. `library` packs weights; `tape` takes operations."""
+    """See `Ops`. `library` packs weights; `tape` receives operations."""
 
     name = "native"
     capturable = False
@@ -92,7 +92,7 @@ class NativeOps:
     own_threads = True
     integer_linear = True
     keeps_latents_once = True
-    lookback = 31  # attention begins where 32 keys do
+    lookback = 31  # attention begins at a multiple of 32 keys
     device = torch.device("cpu")
 
     def __init__(self, library: lib.Library, tape: Tape | None = None) -> None:
@@ -107,11 +107,11 @@ class NativeOps:
         tape, longest = Recording(max_tokens), batch_of_spans([(0, max_tokens)], torch.zeros(1, 1, dtype=torch.int32))
         others = max((group.shape.table for group in kv), default=0)
         longest = replace(longest, others=(Places(longest.kv_indices, longest.block_tables),) * others)
-        results = forward(self.on(tape), longest, kv)  # only its length is looked at
+        results = forward(self.on(tape), longest, kv)  # only the batch's length matters
         return Program(self.library, lambda batch: self._whole_plan(batch, kv), tape, results, (forward, kv)).run
 
     def _whole_plan(self, batch: Batch, kv: Sequence[NativeKVCache]) -> dict[str, Tensor]:
-        """What all groups read of a step, as `lib.Step` has it."""
+        """What all groups read of a step, by field of `lib.Step`."""
         plan = {"kv_indices": batch.kv_indices, **self.plan(batch, kv[0])._asdict()}
         if batch.others:
             plan["kv_indices"] = torch.stack([batch.kv_indices, *(one.kv_indices for one in batch.others)])
@@ -123,7 +123,7 @@ class NativeOps:
         return NativeOps(self.library, tape)
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> NativeLinear:
-        """A quantised weight that there is no kernel for is packed as bfloat16."""
+        """A quantised weight without a kernel is packed as bfloat16."""
         if isinstance(weight, QuantizedWeight) and not _has_kernel(weight):
             weight = dequantize(weight).bfloat16()
         if bias is not None:
@@ -134,7 +134,7 @@ class NativeOps:
         return NativeLinear(self.library.pack(weight.contiguous()), bias, n, k, BF16_FORM, segments)
 
     def pack_gated(self, weight: Weight, bias: Tensor | None = None) -> NativeLinear:
-        """Gate and up side by side in every panel, so that both halves of an output meet in one tile's registers."""
+        """Gate and up are side by side in every panel, so that one tile holds both halves of an output in registers."""
         packed = self.pack_linear(by_rows(weight, _side_by_side), None if bias is None else _side_by_side(bias))
         return packed._replace(n=weight.shape[0])
 
@@ -184,7 +184,7 @@ class NativeOps:
     def logits(
         self, hidden: Tensor, packed: NativeLinear, softcap: float | None = None, added: Added | None = None
     ) -> Tensor:
-        """float32 straight from the accumulators."""
+        """float32, directly from the accumulators."""
         return self._linear(hidden, packed, torch.float32, softcap=softcap, added=added)
 
     def _linear(
@@ -243,7 +243,7 @@ class NativeOps:
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """The sum is written over `residual`."""
+        """The sum overwrites `residual`."""
         return self._layer_norm(x, residual, weight, bias, eps), residual
 
     def _layer_norm(
@@ -348,7 +348,7 @@ class NativeOps:
         return out
 
     def _padded(self, bias: Tensor | None) -> Tensor | None:
-        """With room behind each head's line for what is read there and masked; made once of each."""
+        """The bias with a margin after each head's line, which is read and masked; made once per bias."""
         if bias is None:
             return None
         kept = self._biases.get(bias.data_ptr())
@@ -373,12 +373,12 @@ class NativeOps:
 
 
 def _tables(rotation: Rotation | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Cosines, sines, and whose they are at which positions."""
+    """Tables of cosines and sines, and positions."""
     return (None, None, None) if rotation is None else (rotation.cos_table, rotation.sin_table, rotation.positions)
 
 
 def _gate(activation: str) -> int:
-    """Of gate and up, as `LinearOp` in csrc/program.h has it."""
+    """The `activation` of `LinearOp` in csrc/program.h for gate and up."""
     return 1 + (*ACTIVATIONS, CLAMPED).index(activation)
 
 
@@ -389,11 +389,11 @@ def _has_kernel(weight: QuantizedWeight) -> bool:
     if weight.floats:
         return (weight.bits, weight.activation_bits) == FLOAT_FORM
     half, largest = torch.finfo(torch.float16), weight.scales.abs().max().item()
-    return half.tiny <= largest <= half.max  # what is subnormal beside a largest that is not is next to nothing
+    return half.tiny <= largest <= half.max  # subnormal scales are negligible beside a normal one
 
 
 def _side_by_side(gate_up: Tensor) -> Tensor:
-    """Lines 0 .. I - 1 gate, I .. 2 I - 1 up -> 16 of gate, the same 16 of up, and so on; zeros after the last."""
+    """Lines 0 .. I - 1 gate, I .. 2 I - 1 up -> 16 of gate, the same 16 of up, and so on, padded with zeros."""
     halves = gate_up.reshape(2, -1, *gate_up.shape[1:])
     padded = F.pad(halves, (0, 0) * (halves.dim() - 2) + (0, -halves.shape[1] % LANES))
     return padded.view(2, -1, LANES, *gate_up.shape[1:]).transpose(0, 1).flatten(0, 2)

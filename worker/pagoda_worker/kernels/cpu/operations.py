@@ -1,7 +1,7 @@
-"""The operations of the kernel library, by the names of their operands.
+"""The operations of the kernel library, with named operands.
 
-Each class mirrors a struct of csrc/program.h field by field, which says what an operand is: nobody else knows an order.
-Tensors are contiguous and become addresses, so they must outlive what is made of them.
+Each class mirrors a struct of csrc/program.h field by field; the operands are documented there. No other module depends
+on the order of fields. Tensors are contiguous and become addresses, so they must outlive the programs made from them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Form = tuple[int, int, int, int]
 
 
 class NativeLinear(NamedTuple):
-    """A matrix of n rows and k columns in panels, as `Library.pack` or `pack_quantized` makes them.
+    """A matrix of n rows and k columns in panels, as made by `Library.pack` or `pack_quantized`.
 
-    bias: As long as the panels have columns.
+    bias: One entry per column of the panels.
     form: See `library.quant_form`; weights of 16 bits are bfloat16.
     segments: See `kernels.segments`.
     """
@@ -228,8 +228,8 @@ KINDS: tuple[type[Operation], ...] = get_args(Operation)  # in the order of `Kin
 
 
 class Tape(Protocol):
-    """What happens to an operation, and where its result goes. `all_tables`: whether the step that it reads has the
-    tables of all groups, or only of the one that the operation is about."""
+    """Decides what happens to an operation and where its result goes. `all_tables`: whether its step has the tables of
+    all groups, or only those of the operation's own group."""
 
     all_tables: bool
 
@@ -258,18 +258,18 @@ class Op(ctypes.Structure):
 
 
 def joins(before: Operation, after: Operation) -> bool:
-    """Whether they may be done as one; see `Op` in csrc/program.h, which says on what condition."""
+    """Whether the two may be fused; for the conditions see `Op` in csrc/program.h."""
     if isinstance(before, RmsNorm) and isinstance(after, Linear):
         return after.x is before.y
     if isinstance(before, Linear) and isinstance(after, RopeKv):
-        return after.qkv is before.y and not after.whole  # a head has to wait for no other
+        return after.qkv is before.y and not after.whole  # no head has to wait for another
     return False
 
 
 def program_of(
     stages: Sequence[Sequence[Operation]], address: Callable[[Tensor], int] = Tensor.data_ptr
 ) -> ctypes.Array[Op]:
-    """The operations as the library takes them, those of a stage joined; `address` tells where a tensor is."""
+    """The operations as the library takes them, with those of a stage joined; `address` gives a tensor's address."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, LayerCache):

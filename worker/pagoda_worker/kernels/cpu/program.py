@@ -1,8 +1,8 @@
 """A model's step recorded once and then run in a single call: the CPU's counterpart of a CUDA graph.
 
-Recording runs the model's own `forward` on a tape that writes operations down instead of running them, so there is one
-description of a model. What changes from step to step (tokens, positions, block tables) reaches the operations through
-`lib.Step`; everything else is an address that stays.
+Recording runs the model's own `forward` on a tape that records operations instead of running them, so a model is
+described only once. What changes from step to step (tokens, positions, block tables) reaches the operations through
+`lib.Step`; everything else is a fixed address.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pagoda_worker.rows.batch import Batch
 
 
 class Recording:
-    """A tape. Its buffers, of `max_tokens` rows, have no memory until `laid_out` knows how long each is needed.
+    """A tape. Its buffers, of `max_tokens` rows, get memory only in `laid_out`, which knows how long each is needed.
 
     Attributes:
-        stages: What was written down, in order; the operations of a stage may be done as one.
+        stages: The recorded operations in order; those of a stage may be fused.
     """
 
     all_tables = True
@@ -46,8 +46,8 @@ class Recording:
     def laid_out(self, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The memory of every buffer, by its storage.
 
-        Stages run in the order in which they were written down, so after the last one that names a buffer its memory is
-        another's; but that of `results` is theirs to the end.
+        Stages run in recorded order, so a buffer's memory can be reused after the last stage that names it; the memory
+        of `results` is never reused.
         """
         named = [
             {_storage(one) for operation in stage for one in operation if _is_buffer(one)} for stage in self.stages
@@ -60,7 +60,7 @@ class Recording:
             for storage in storages - memory.keys():
                 buffer = self._buffers[storage]
                 unused = free[buffer.shape, buffer.dtype]
-                # By its shape: of what has no memory, `empty_like` is Python's, and loads all of sympy.
+                # Not `empty_like`: for meta tensors it is implemented in Python and imports sympy.
                 memory[storage] = unused.pop() if unused else torch.empty(buffer.shape, dtype=buffer.dtype)
             for storage in storages:
                 if last[storage] == index:
@@ -69,7 +69,7 @@ class Recording:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """The same of a buffer and of views of it, which all begin where it does."""
+    """The same for a buffer and its views, all of which begin where the buffer does."""
     storage: int = tensor.untyped_storage()._cdata
     return storage
 
@@ -79,14 +79,14 @@ def _is_buffer(operand: object) -> TypeGuard[torch.Tensor]:
 
 
 class Program:
-    """What one model computes of a batch over one cache.
+    """One model's forward pass over one cache.
 
     Args:
-        library: What runs it.
-        plan: What a back end prepares of a batch for all its groups, as tensors by the names of `lib.Step`.
-        tape: What `forward` was recorded on.
-        results: What it returned.
-        owner: Kept alive as long as the program, because it owns weights and cache.
+        library: Runs the program.
+        plan: Prepares a batch for all groups; returns tensors by field of `lib.Step`.
+        tape: On which `forward` was recorded.
+        results: What `forward` returned.
+        owner: Kept alive with the program, because it owns the weights and the cache.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Sampling by the kernel library: what each row asks as one array of structs, one call, what came back.
+"""Sampling with the kernel library: one array of structs with the rows' parameters, one call, one array of results.
 
-The definition is that of `sampler`, but with weights as whole numbers (see csrc/sampling.h): the same tokens, save for
-draws within about a millionth of the border between two of them.
+It follows the definition of `sampler`, but with integer weights (see csrc/sampling.h): the tokens are the same, except
+for draws within about a millionth of the boundary between two tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagoda_worker.sampling import logprobs, sampler
 from pagoda_worker.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault, RowState, Sample
 
 NUMERICS = "sampling 1"
-MAX_VOCAB = 2**20  # the weights of fewer equal tokens add up to less than 64 bits
+MAX_VOCAB = 2**20  # exclusive; the weights of so many tokens, even if equal, add up to less than 2**64
 NONE = -1
 FAULTS = (None, NOT_A_NUMBER, NOTHING_ALLOWED)  # by `SampleStatus`
 NO_CHANGES = (0,) * 13
@@ -63,7 +63,7 @@ def _call(library: Library, logits: torch.Tensor, asked: Structs) -> Structs:
 
 
 def _changes(row: RowState, vocab_size: int, owners: list[object]) -> tuple[float, ...]:
-    """The struct's fields about changes to the logits; `owners` gets the arrays whose addresses are in it."""
+    """The struct's fields for changes to the logits; appends to `owners` the arrays whose addresses these hold."""
     processing = row.processing
     if processing is None or not processing.applies(row.num_outputs):
         return NO_CHANGES
@@ -87,7 +87,7 @@ def _manner(row: RowState) -> tuple[float, ...]:
 
 def _report(result: np.void, num_top: int) -> TopLogprobs:
     ids = result["top_ids"][:num_top].tolist()
-    count = ids.index(NONE) if NONE in ids else num_top  # a vocabulary may have fewer
+    count = ids.index(NONE) if NONE in ids else num_top  # the vocabulary may be smaller
     return TopLogprobs(
         logprob=float(result["logprob"]),
         rank=int(result["rank"]),

@@ -1,7 +1,7 @@
-"""Before a worker serves: do the kernels compute here what they should? Tens of milliseconds, one odd shape each.
+"""Checks the kernels on this machine before a worker serves, in tens of milliseconds, with one odd shape each.
 
-A processor, compiler or library that breaks them would otherwise show as slightly wrong answers. The yardstick is the
-reference back end in float64; invariance is checked bit by bit.
+A processor, compiler or library that breaks them would otherwise show only as slightly wrong answers. The reference
+back end in float64 gives the expected results; batch invariance is checked bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pagoda_worker.sampling import sampler
 
 ROWS, HIDDEN, OUT, BLOCK = 13, 96, 80, 16
 HEADS, KV_HEADS, DIM = 6, 2, 32
-LATENT_DIM, TURNS = 96, 32  # more than are laid out at a time
+LATENT_DIM, TURNS = 96, 32  # LATENT_DIM exceeds the dims laid out at a time
 TOLERANCE = 0.03  # bfloat16 results of magnitude about 1
 VOCAB = 3001
 MANNERS = (
@@ -40,7 +40,7 @@ MANNERS = (
 
 
 def problems(ops: NativeOps) -> dict[str, str]:
-    """What is wrong with these kernels on this machine, by the family of operations it is wrong with."""
+    """What is wrong with these kernels on this machine, by family of operations."""
     checks = {
         "linear": _linear_problem,
         "pointwise": _pointwise_problem,
@@ -101,7 +101,7 @@ def _experts_problem(ops: NativeOps, x: torch.Tensor, generator: torch.Generator
 
 
 def _forms(weight: torch.Tensor) -> dict[str, Weight]:
-    """The weight in every form that there are kernels for, with zeros in the middle and elsewhere."""
+    """The weight in every form with kernels, with the middle level as zero and with explicit zeros."""
     forms: dict[str, Weight] = {"bfloat16": weight}
     for bits, activation_bits in FORMS:
         middle = quantize(weight, Format(bits=bits, group=GROUP, activation_bits=activation_bits))
@@ -151,7 +151,7 @@ def _attention_problem(ops: NativeOps, generator: torch.Generator) -> str | None
 
 
 def _kept(ops: NativeOps) -> dict[str, KVShape]:
-    """What attention goes over, by how that is said."""
+    """The kinds of cache to check attention over, by their wording in messages."""
     plain = KVShape(num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.bfloat16)
     planes = planes_of(True, ops.keeps_latents_once)
     latents = dataclasses.replace(plain, num_kv_heads=1, head_dim=LATENT_DIM, planes=planes)
@@ -173,7 +173,7 @@ def _cut_problem(ops: NativeOps, generator: torch.Generator, over: str, kept: KV
 
 
 class Drawn(NamedTuple):
-    """A row to sample, as `sampler.RowState` has it."""
+    """A row to sample, implementing `sampler.RowState`."""
 
     params: SamplingParams
     seed: int
@@ -225,7 +225,7 @@ def _blocks_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
 
 
 def _columns(dim: int) -> tuple[slice, slice, slice]:
-    """Of queries, of a latent and of what turns of its key."""
+    """The columns of queries, of the latent, and of the rotated part of its key."""
     return slice(0, HEADS * dim), slice(HEADS * dim, -TURNS), slice(-TURNS, None)
 
 
