@@ -1,1 +1,1 @@
-"""Where an option's value comes from: flag, environment, file or default, and which one won."""
+"""Resolves each option's value from flag, environment, file or default, and records its source."""

@@ -1,4 +1,4 @@
-"""Command-line flags made from the settings tree, and the way back."""
+"""Makes command-line flags from the settings tree, and reads them back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
-    """One flag per option of the command; a flag that is not given leaves no trace in the namespace."""
+    """Add one flag per option of the command; flags that are not given do not appear in the namespace."""
     options = command_options(command)
     parser.usage = f"{parser.prog} [MODEL] [options]" if "workers" in options else f"{parser.prog} [options]"
     first = parser.add_argument_group("what most people need")
@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def add_named_options(parser: argparse.ArgumentParser, command: str, names: Iterable[str]) -> None:
-    """Some of the command's options, of which `given_flags` tells as of all."""
+    """Add some of the command's options; `given_flags` returns them like any others."""
     options = command_options(command)
     for name in names:
         _add_option(parser, options[name], hidden=False)
@@ -80,7 +80,7 @@ def _add_option(group: Any, option: Option, *, hidden: bool) -> None:
 
 
 class _Joined(argparse.Action):
-    """All values of a flag, wherever it stands, as one text."""
+    """Joins all values of a flag, which may be repeated, into one text."""
 
     def __call__(
         self,

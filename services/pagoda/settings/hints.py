@@ -1,7 +1,7 @@
-"""A name we do not have is answered: with the one that was meant, with ours for what others call so, or with a no.
+"""Hints for unknown option names: the name that was probably meant, our name for another server's, or a refusal.
 
-Other servers' names are those of vLLM, SGLang, TGI and llama.cpp, without dashes. `no_` before a name is a switch that
-is off.
+Other servers are vLLM, SGLang, TGI and llama.cpp; their names are written with underscores. `no_` before a name turns a
+switch off.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TEXT_ALONE = "models read text alone here"
 _BLOCKS_MOVE = "blocks move between a worker and its host's memory alone, see swap_space_gib"
 NO = "no_"
 LIKENESS = 0.72
-"""Of a name and the one that was probably meant, see `difflib`."""
+"""Least similarity of a name and the one that was probably meant, see `difflib`."""
 
-# Ours, for what others call so; `test_hints` holds every name on the right to the settings tree.
+# Other servers' names and ours; `test_hints` checks every name on the right against the settings tree.
 RENAMED: Mapping[str, str] = {
     "max_num_seqs": "max_rows", "max_running_requests": "max_rows", "parallel": "max_rows",
     "max_concurrent_requests": "max_rows", "max_num_batched_tokens": "max_tokens_per_step",
@@ -53,7 +53,7 @@ RENAMED: Mapping[str, str] = {
     "num_scheduler_steps": "max_steps_in_flight",
 }  # fmt: skip
 
-# What is not here, and what to do instead.
+# Options that do not exist here, and what to do instead.
 ABSENT: Mapping[str, str] = {
     "tensor_parallel_size": _ONE_DEVICE, "tp_size": _ONE_DEVICE, "tp": _ONE_DEVICE, "num_shard": _ONE_DEVICE,
     "pp": _ONE_DEVICE, "distributed_executor_backend": _ONE_DEVICE, "all2all_backend": _ONE_DEVICE,
@@ -102,10 +102,10 @@ def hint(
     spell: Callable[[str], str] = str,
     elsewhere: Callable[[str], str] = lambda name: "",
 ) -> str:
-    """What to add to "unknown NAME": begins with "; ", or is empty.
+    """What to append to "unknown NAME": begins with "; ", or is empty.
 
-    `ours` are the names we have, `no_` before those of switches among them. `spell` writes one the way it was asked
-    for; `elsewhere` says who else has an option of this name, "" for nobody.
+    `ours` are the names that exist, for switches also with `no_` before. `spell` writes a name in the form in which it
+    was given; `elsewhere` returns which other commands have an option of this name, "" for none.
     """
     plain = name.lstrip("-").replace("-", "_").lower()
     known = list(ours)
@@ -128,17 +128,17 @@ def hint(
 
 
 def _senses(name: str) -> list[str]:
-    """A name, and what it is without `no_`: only a switch has the former."""
+    """A name, and the name without `no_`: only switches have the former."""
     return list(dict.fromkeys(filter(None, (name, name.removeprefix(NO)))))
 
 
 def names_of(options: Mapping[str, Any]) -> list[str]:
-    """Of options that know their `type`: their names, and `no_` before those of switches."""
+    """The names of options that have a `type`, those of switches also with `no_` before."""
     return [*options, *(NO + name for name, one in options.items() if one.type is bool)]
 
 
 def as_key(name: str, write: Callable[[str], str] = str) -> str:
-    """As everything but a flag has it."""
+    """A name as environment and file spell it, which have no `no_`."""
     return f"{write(name.removeprefix(NO))} with the opposite value" if name.startswith(NO) else write(name)
 
 

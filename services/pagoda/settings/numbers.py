@@ -1,4 +1,4 @@
-"""Numbers on the command line that belong to a command and to no config: each has a least and a greatest value, too."""
+"""Numbers on the command line that belong to a command and not to a config; these have bounds, too."""
 
 from __future__ import annotations
 

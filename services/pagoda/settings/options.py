@@ -1,4 +1,4 @@
-"""The options that belong to no tier: what `pagoda serve` itself, a process's log, and a supervised child are told."""
+"""The options that belong to no tier: those of `pagoda serve` itself, of a process's log, and of a supervised child."""
 
 from __future__ import annotations
 

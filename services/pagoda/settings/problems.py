@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, apart from what settings there are: whoever only reports it imports no tier."""
+"""Errors of a configuration, separate from the settings, so that code that only reports them imports no tier."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class ConfigError(Exception):
-    """Configuration that cannot be used; one line per problem, each naming the option and where its value came from."""
+    """Invalid configuration; one line per problem, each naming the option and the source of its value."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -14,4 +14,4 @@ class ConfigError(Exception):
 
 
 class UnreachableError(ConfigError):
-    """Whoever was to be asked cannot be reached now: the same command may do later."""
+    """The server cannot be reached now; the same command may succeed later."""

@@ -1,8 +1,8 @@
 """The one settings tree: a field of a frozen config is a flag, a PAGODA_* variable and a YAML key of the same name.
 
 A name means one thing everywhere, so a value is found by name alone: flag, else environment, else file, else the
-default of the field. A name that several tiers have (`model`, `max_rows`) is one option that feeds them all. One file
-and one environment may serve every tier: each process takes what is its own, but a name that no tier knows is refused.
+field's default. A name that several tiers have (`model`, `max_rows`) is one option that feeds them all. One file and
+one environment may serve every tier: each process takes its own options, but a name that no tier knows is rejected.
 
 This module is the only reader of the environment.
 """
@@ -48,7 +48,7 @@ COMMANDS: dict[str, tuple[type, ...]] = {
     "keys": (GatewayConfig, CommonConfig),
     "workers": (GatewayConfig, CommonConfig),
 }
-# What a command that wires the tiers together decides by itself.
+# Options that are decided by a command that wires the tiers together.
 WIRED_BY_SERVE = frozenset({
     "engine", "listen", "worker_endpoint", "worker_id", "keys_dir", "alive_file", "ready_file", "startup_message",
 })  # fmt: skip
@@ -56,7 +56,7 @@ WIRED_OFFLINE = WIRED_BY_SERVE | {
     "metrics_port", "metrics_host", "max_queued_requests", "max_queued_tokens", "queue_timeout_s",
     "max_attempts", "worker_lease_s", "worker_suspect_s", "worker_dead_s", "step_deadline_s", "drain_timeout_s",
 }  # fmt: skip
-# What alone is asked of a command that has an errand to what others serve.
+# The only options of commands that talk to what others serve.
 ASKED_OF = {"keys": frozenset({"store", "config"}), "workers": frozenset({"engine", "keys_dir", "config"})}
 
 # A Kubernetes service called pagoda* makes every pod see variables such as PAGODA_PORT=tcp://10.0.0.1:8000.
@@ -98,7 +98,7 @@ class Option(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A value that was given, and by what: `--port`, `PAGODA_PORT`, `pagoda.yaml: port`."""
+    """A given value and its source: `--port`, `PAGODA_PORT`, `pagoda.yaml: port`."""
 
     value: Any
     source: str
@@ -108,7 +108,7 @@ _types_of = functools.cache(typing.get_type_hints)
 
 
 def options_of(*configs: type) -> dict[str, Option]:
-    """The options of these configs by name; a name several of them have becomes one option."""
+    """The options of these configs by name; a name that several of them have becomes one option."""
     found: dict[str, Option] = {}
     for config in configs:
         for field in dataclasses.fields(config):
@@ -129,7 +129,7 @@ ALL = options_of(*SECTIONS.values())
 
 
 def command_options(command: str) -> dict[str, Option]:
-    """The options a command takes from the outside."""
+    """The options that users of a command can set."""
     options = options_of(*COMMANDS[command])
     hidden = {"serve": WIRED_BY_SERVE, "offline": WIRED_OFFLINE}
     hidden |= {name: frozenset(options.keys() - asked) for name, asked in ASKED_OF.items()}
@@ -138,16 +138,16 @@ def command_options(command: str) -> dict[str, Option]:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What was given for one command, by option name."""
+    """The values given for one command, by option name."""
 
     command: str
     given: Mapping[str, Value]
 
     def build(self, config: type[C], **wired: Any) -> C:
-        """One tier's config. `wired` values, decided by the composition, win over everything given.
+        """Build one tier's config. `wired` values, decided by the command, override everything given.
 
         Raises:
-            ConfigError: the config refuses a value.
+            ConfigError: the config rejects a value.
         """
         names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
         values = {name: value.value for name, value in self.given.items() if name in names}
@@ -170,8 +170,8 @@ def resolve(
 
     Args:
         flags: Values given on the command line, by option name; text is converted to the option's type.
-        environment: The process's own when None.
-        complete: False lets options be missing that the command needs.
+        environment: The process's own if None.
+        complete: False permits missing options that the command requires.
 
     Raises:
         ConfigError: all problems of all sources at once.
@@ -185,7 +185,7 @@ def resolve(
 
 
 def from_keywords(**keywords: Any) -> Settings:
-    """The settings of an offline engine, from keyword arguments and nothing else.
+    """The settings of an offline engine, from keyword arguments only.
 
     Raises:
         TypeError: there is no such option.
@@ -199,7 +199,7 @@ def from_keywords(**keywords: Any) -> Settings:
 
 
 def _check(command: str, merged: Mapping[str, Value], problems: list[str], complete: bool = True) -> Settings:
-    """Convert and check what was given. Raises ConfigError with these problems and those found here."""
+    """Convert and check the given values. Raises ConfigError with `problems` and those found here."""
     mine = command_options(command)
     given: dict[str, Value] = {}
     for name, value in merged.items():
@@ -255,8 +255,8 @@ def _is_service_link(variable: str, text: str) -> bool:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML lets a later key silently replace an earlier one; a settings file must not. And what a tag says of a value
-    that is no such thing (`!!bool x`) is the file's fault, and has a place in it."""
+    """Rejects duplicate keys, of which YAML silently takes the last. Reports a tag that does not fit its value
+    (`!!bool x`) as an error of the file, with its position."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -284,7 +284,7 @@ def _from_file(path: str, problems: list[str]) -> dict[str, Value]:
     except yaml.YAMLError as error:
         problems.append(f"config file {path} is not YAML: {_where_and_why(error, text)}")
         return {}
-    except (OSError, ValueError, RecursionError) as error:  # not there; not UTF-8; too deep
+    except (OSError, ValueError, RecursionError) as error:  # missing; not UTF-8; nested too deep
         problems.append(f"config file {path} cannot be read: {getattr(error, 'strerror', None) or error}")
         return {}
     if content is None:
@@ -313,7 +313,7 @@ def _where_and_why(error: yaml.YAMLError, text: str) -> str:
 
 
 def to_arguments(config: Any) -> list[str]:
-    """The flags that give another process this very config; defaults and secrets are left out."""
+    """The flags that give another process this config; defaults and secrets are omitted."""
     said = ((field, getattr(config, field.name)) for field in dataclasses.fields(config))
     return [
         argument(field.name, value)
@@ -323,7 +323,7 @@ def to_arguments(config: Any) -> list[str]:
 
 
 def argument(name: str, value: Any) -> str:
-    """The flag that gives an option this value."""
+    """The flag that sets an option to this value."""
     flag = ALL[name].flag
     if isinstance(value, bool):
         return flag if value else flag.replace("--", "--no-", 1)
@@ -331,13 +331,13 @@ def argument(name: str, value: Any) -> str:
 
 
 def secrets(config: Any) -> dict[str, str]:
-    """What `to_arguments` leaves out and is set, by environment variable."""
+    """The secrets that are set, which `to_arguments` omits, by environment variable."""
     fields = [field for field in dataclasses.fields(config) if field.metadata["rule"].secret]
     return {ALL[field.name].variable: value for field in fields if (value := getattr(config, field.name))}
 
 
 def origins(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Every value of a command: section, option, value, source."""
+    """Every value of a command as section, option, value and source."""
     offered = command_options(settings.command)
     for section, config in SECTIONS.items():
         if config not in COMMANDS[settings.command]:
@@ -379,11 +379,11 @@ def _property(option: Option) -> dict[str, Any]:
 
 
 def child_environment(**extra: str) -> dict[str, str]:
-    """The environment of a process we start: ours without PAGODA_* (its flags say all that is no secret), and `extra`
-    below it."""
+    """The environment of a process we start: ours without PAGODA_* (its flags give everything but secrets), plus
+    `extra`, which ours overrides."""
     return extra | {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
 
 
 def environment_value(name: str) -> str:
-    """A variable that is not ours (`HF_HOME`, `XDG_RUNTIME_DIR`), or empty text."""
+    """A variable that is not ours (`HF_HOME`, `XDG_RUNTIME_DIR`); "" if unset."""
     return os.environ.get(name, "")

@@ -1,4 +1,4 @@
-"""From what was written to the value of an option."""
+"""Converts what the user wrote into an option's value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WHOLE = re.compile(r"[+-]?[0-9]{1,100}")
 
 
 def convert(value: Any, type_: Any) -> Any:
-    """The value as the option's type; text from flags and environment is parsed, anything else must fit already.
+    """Convert a value to the option's type: parses text from flags and environment; anything else must already fit.
 
     Raises:
         ValueError: it does not fit; the message states rule and value.
@@ -22,7 +22,7 @@ def convert(value: Any, type_: Any) -> Any:
     if isinstance(value, str) and type_ is bool:
         value = {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}.get(value.lower(), value)
     if isinstance(value, str) and type_ is int and _WHOLE.fullmatch(value):
-        return int(value)  # of any size: whether it is too large is for the option's rule to say
+        return int(value)  # of any size; the option's rule checks whether it is too large
     try:
         return msgspec.convert(value, type_, strict=not isinstance(value, str))
     except msgspec.ValidationError:
