@@ -1,6 +1,6 @@
-// An answer is the sum of its chunks, and when they came.
+// An answer is the sum of its chunks, with their arrival times.
 
-/** A message of the assistant without a word yet. `asked` is the request less its messages; times are milliseconds. */
+/** An empty message of the assistant. `asked` is the request without its messages; times are in milliseconds. */
 export function newAnswer(asked, now) {
   return {
     id: crypto.randomUUID?.() ?? String(Math.random()).slice(2),
@@ -9,7 +9,7 @@ export function newAnswer(asked, now) {
   };
 }
 
-/** Take in a chunk that came at `now`. */
+/** Add a chunk that arrived at `now`. */
 export function fold(answer, chunk, now) {
   answer.usage = chunk.usage ?? answer.usage;
   answer.request = chunk.id ?? answer.request;
@@ -33,7 +33,7 @@ function foldCall(calls, part) {
   calls[part.index].arguments += part.function?.arguments ?? "";
 }
 
-/** Seconds to the first token and tokens a second after it; null where nothing tells. Calls of tools come whole. */
+/** Seconds to the first token and tokens per second after it; null if unknown. Tool calls arrive whole. */
 export function speed(answer) {
   const ttft = answer.first === null ? null : (answer.first - answer.begun) / 1000;
   const gaps = (answer.usage?.completion_tokens ?? 0) - 1;
@@ -41,7 +41,7 @@ export function speed(answer) {
   return { ttft, perSecond: gaps > 0 && spent > 0 && !answer.calls.length ? gaps / spent : null };
 }
 
-/** A message as the API takes it; reasoning is not given back, as most templates drop it. */
+/** A message as the API takes it; reasoning is not sent back, as most templates drop it. */
 export function asSent(message) {
   if (message.role === "tool") return { role: "tool", tool_call_id: message.call, content: message.content };
   if (!message.calls?.length) return { role: message.role, content: message.content };

@@ -1,8 +1,8 @@
-// All that this page asks, it asks of the server it came from; a key goes along if there is one.
+// All requests of this page go to the server it came from, with the key if there is one.
 
 import { apiKey } from "./storage.js";
 
-/** What the server said, as it said it. `status` is 0 where it could not be asked. */
+/** An error of the server, unchanged. `status` is 0 if the server could not be reached. */
 export class ApiError extends Error {
   constructor(status, message, detail = {}) {
     super(message);
@@ -11,7 +11,7 @@ export class ApiError extends Error {
   }
 }
 
-/** What of an error is shown, and kept with a message. */
+/** The part of an error that is shown, and stored with a message. */
 export function factsOf(error) {
   const detail = error instanceof ApiError ? error.detail : {};
   return { message: error.message, status: error.status ?? 0, code: detail.code, param: detail.param };
@@ -47,7 +47,7 @@ export async function getJson(path, signal) {
   return (await ask(path, { signal })).json();
 }
 
-/** Chunks of an answer, as they come. Throws ApiError, also where the stream ends before its end. */
+/** Chunks of an answer as they arrive. Throws ApiError, also if the stream is cut off. */
 export async function* streamChat(body, signal) {
   const options = { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal };
   const response = await ask("v1/chat/completions", options);
@@ -60,7 +60,7 @@ export async function* streamChat(body, signal) {
   throw new ApiError(0, "The stream ended before the answer did.");
 }
 
-/** The data of server-sent events; comments are silence. */
+/** The data of server-sent events; comments are ignored. */
 export async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,4 +1,4 @@
-// Conversations, and the answers that are on their way; each conversation has at most one of them.
+// Conversations, and the answers being received; each conversation has at most one.
 
 import { factsOf, streamChat } from "./api.js";
 import { MessageView, resultsForm } from "./message.js";
@@ -12,13 +12,13 @@ const newId = () => crypto.randomUUID?.() ?? `${Date.now()}-${String(Math.random
 const TITLE_CHARS = 60;
 
 export class Chat {
-  /** `model` tells the model to ask; `onKey` is called when the key has changed. */
+  /** `model` returns the model to ask; `onKey` is called when the key has changed. */
   constructor(settings, model, onKey) {
     this.settings = settings;
     this.model = model;
     this.onKey = onKey;
     this.all = kept.all();
-    this.runs = new Map(); // conversation -> what aborts its answer
+    this.runs = new Map(); // conversation -> the abort controller of its answer
     this.views = new WeakMap(); // message -> its view
     this.actions = {
       again: (message) => this.again(message),
@@ -89,7 +89,7 @@ export class Chat {
   }
 
   save(conversation) {
-    if (!this.all.includes(conversation)) return; // deleted while its answer came
+    if (!this.all.includes(conversation)) return; // deleted while its answer arrived
     conversation.changed = Date.now();
     if (!kept.save(conversation)) say("This browser has no room left to keep the conversation");
   }
@@ -106,7 +106,7 @@ export class Chat {
     this.answer(asked);
   }
 
-  /** Answer once more from where this message stands; later ones go. */
+  /** Answer again from this message on; later messages are removed. */
   again(message) {
     const asked = this.fieldsToAsk();
     if (!asked || this.runs.has(this.current)) return;
@@ -145,7 +145,7 @@ export class Chat {
     this.answer(asked);
   }
 
-  /** The request less its messages; null, and the field pointed out, where a setting is no value. */
+  /** The request without its messages; null if a setting is invalid, with its field marked. */
   fieldsToAsk() {
     try {
       const { messages, ...asked } = bodyOf(this.settings.values, this.model(), []);
@@ -206,7 +206,7 @@ export class Chat {
     if (!answer.error) say(answer.finish === "stopped" ? "Stopped" : `Answer: ${answer.content}`);
   }
 
-  /** At most once a frame, however fast tokens come. */
+  /** At most once per frame, however fast tokens arrive. */
   showSoon(answer) {
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {

@@ -1,11 +1,11 @@
-// Questions that stand before everything else until they are answered.
+// Modal dialogs.
 
 import { apiKey } from "./storage.js";
 import { byId, copy, h, say } from "./dom.js";
 import { LANGUAGES } from "./request.js";
 import { urlOf } from "./api.js";
 
-/** The answer's value; "" where the dialog was left. */
+/** The answer's value; "" if the dialog was dismissed. */
 function answered(dialog) {
   dialog.returnValue = "";
   dialog.showModal();
@@ -19,7 +19,7 @@ export async function askKey() {
   const before = apiKey.get();
   const byEnter = (event) => {
     if (event.key !== "Enter") return;
-    event.preventDefault(); // or the first button of the form would be taken
+    event.preventDefault(); // or Enter would press the form's first button
     byId("key-dialog").close("keep");
   };
   input.addEventListener("keydown", byEnter);
@@ -37,7 +37,7 @@ export async function confirmed(question, verb) {
   return (await answered(byId("confirm-dialog"))) === "yes";
 }
 
-/** Show the request as code; a key is named by its variable, never written out. */
+/** Show the request as code; the key appears as a variable, never as its value. */
 export function showCode(body) {
   const dialog = byId("code-dialog");
   const text = byId("code-text");

@@ -1,6 +1,6 @@
-// Elements are built, never parsed: whatever a model or a server says becomes a text node and nothing else.
+// Elements are built, never parsed from HTML: text from a model or server only ever becomes a text node.
 
-/** An element of this tag; `props` are properties, or attributes where a name has a dash or is `role` or `for`. */
+/** An element of this tag; `props` are properties, or attributes if a name has a dash or is `role` or `for`. */
 export function h(tag, props = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -29,14 +29,14 @@ export function button(label, onclick, className = "quiet", props = {}) {
   return h("button", { type: "button", class: className, onclick, ...props }, label);
 }
 
-/** Tell who cannot see the page; the same words twice are told twice. */
+/** Announce to screen readers; the same text twice is announced twice. */
 export function say(text) {
   const place = byId("said");
   place.textContent = "";
   requestAnimationFrame(() => (place.textContent = text));
 }
 
-/** Whether it could be copied: pages that came over plain HTTP from elsewhere may not use the clipboard. */
+/** Whether the text was copied: pages from other hosts over plain HTTP may not use the clipboard. */
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -46,7 +46,7 @@ export async function copy(text) {
   }
 }
 
-/** A button that copies what `text` gives, and says so for a moment. */
+/** A button that copies what `text` returns, and briefly says so. */
 export function copyButton(text, label = "Copy", className = "quiet") {
   const node = button(label, async () => {
     const done = await copy(text());

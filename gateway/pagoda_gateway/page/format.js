@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Human-readable numbers.
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";

@@ -1,4 +1,4 @@
-// The page as a whole: which view is shown, the model, the key, the theme, and a word on how the stack is.
+// The page as a whole: the view shown, the model, the key, the theme, and the state of the stack in a word.
 
 import { Chat } from "./chat.js";
 import { Settings } from "./settings.js";

@@ -1,8 +1,8 @@
-// A little Markdown, as nodes. What is not understood stays the text it is; nothing becomes a link or an image.
+// A subset of Markdown, rendered to nodes. Anything else stays plain text; nothing becomes a link or an image.
 
 import { copyButton, h } from "./dom.js";
 
-/** Nodes for a text, which may be cut off anywhere. */
+/** Nodes for a text, which may break off anywhere. */
 export function markdown(text) {
   const lines = text.split("\n");
   const nodes = [];
@@ -67,7 +67,7 @@ function codeBlock(lines) {
   return h("figure", { class: "code" }, head, h("pre", { tabIndex: 0, role: "region", "aria-label": label }, h("code", {}, code)));
 }
 
-/** Headings of an answer stand below those of the page. */
+/** Headings of an answer rank below those of the page. */
 const heading = (marks, text) => h(`h${Math.min(marks.length + 2, 6)}`, {}, inline(text));
 
 function list(tag, lines, mark) {

@@ -1,4 +1,4 @@
-// A message on the page. All of its text is text nodes.
+// A message on the page. All of its text is in text nodes.
 
 import { button, copyButton, h } from "./dom.js";
 import { count, rate, seconds } from "./format.js";
@@ -9,7 +9,7 @@ import { tokenView } from "./tokens.js";
 const NAMES = { user: "You", assistant: "Answer", tool: "Result of a tool" };
 const ENDS = { length: "cut off by the limit of tokens", stopped: "stopped", tool_calls: "calls tools" };
 
-/** `actions` are what can be done with a message, each a function of it. */
+/** `actions` are the actions on a message, each a function of it. */
 export class MessageView {
   constructor(message, actions) {
     this.message = message;
@@ -123,11 +123,11 @@ function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    return text; // not complete yet, or not JSON: as it is
+    return text; // not complete yet, or not JSON: shown unchanged
   }
 }
 
-/** An error as the server said it. */
+/** The server's error, unchanged. */
 export function errorView(error, again, key) {
   const facts = [error.status && `status ${error.status}`, error.code, error.param && `field ${error.param}`].filter(Boolean);
   return h("div", { class: "error", role: "alert" },
@@ -138,7 +138,7 @@ export function errorView(error, again, key) {
       again && button("Try again", again, "")));
 }
 
-/** Where results of tools are given for the calls of an answer. */
+/** The form for tool results of an answer's calls. */
 export function resultsForm(calls, send) {
   const inputs = calls.map((call) => h("textarea", { rows: 2, class: "code", id: `result-${call.id}` }));
   const fields = calls.map((call, i) => h("div", { class: "field" },

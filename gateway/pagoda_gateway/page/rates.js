@@ -1,4 +1,4 @@
-// Totals become rates: what came between two reports, by the time between them.
+// Converts totals to rates: the difference of two reports over the time between them.
 
 const KEPT = 120;
 
@@ -16,7 +16,7 @@ export class Rates {
     return this.points.map((point) => point[name]);
   }
 
-  /** An engine core that is another one, or none, begins anew; the same report twice says nothing. */
+  /** Start again if the engine core is gone or a different one; ignore a repeated report. */
   add({ report, load }) {
     if (!report) {
       this.last = null;

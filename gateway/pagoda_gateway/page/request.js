@@ -1,4 +1,4 @@
-// Settings and messages become a request, and a request becomes code that makes it.
+// Builds a request from settings and messages, and the code that makes the same request.
 
 export const NUMBERS = [
   ["temperature", "Temperature"], ["top_p", "Top p"], ["top_k", "Top k"], ["min_p", "Min p"],
@@ -6,7 +6,7 @@ export const NUMBERS = [
   ["frequency_penalty", "Frequency penalty"], ["repetition_penalty", "Repetition penalty"],
 ];
 
-/** Something that is no value, so that the server cannot be asked about it. */
+/** A setting that does not parse, so that it cannot be sent to the server. */
 export class SettingsError extends Error {
   constructor(field, message) {
     super(message);
@@ -33,7 +33,7 @@ export function parsed(name, text) {
 const UNESCAPED = { "\\n": "\n", "\\t": "\t", "\\\\": "\\" };
 const unescape = (line) => line.replace(/\\[nt\\]/g, (pair) => UNESCAPED[pair]);
 
-/** The body's fields besides model and messages. Ranges are the server's to judge. Throws SettingsError. */
+/** The body's fields besides model and messages. The server checks ranges. Throws SettingsError. */
 export function fieldsOf(settings) {
   const fields = {};
   for (const [name] of NUMBERS) {
@@ -76,7 +76,7 @@ function curl(url, body, keyed) {
   return [...lines, `-d ${inShell(JSON.stringify(body, null, 2))}`].join(" \\\n  ");
 }
 
-/** A value as Python writes it. */
+/** A value as a Python literal. */
 export function inPython(value, indent = "") {
   if (value === null) return "None";
   if (value === true) return "True";

@@ -1,4 +1,4 @@
-// The parameters: a form whose values are kept as they were typed.
+// The parameters: a form whose values are kept as typed.
 
 import { byId, h } from "./dom.js";
 import { NUMBERS, SettingsError, fieldsOf } from "./request.js";
@@ -60,7 +60,7 @@ export class Settings {
     byId("tools-field").hidden = !this.form.elements.use_tools.checked;
   }
 
-  /** Show which field is no value at all, if one is. Whether values are allowed, the server says. */
+  /** Mark the field that does not parse, if any. The server decides which values are allowed. */
   judge() {
     for (const place of this.form.querySelectorAll(".problem")) place.remove();
     for (const field of this.form.querySelectorAll("[aria-invalid]")) {

@@ -1,4 +1,4 @@
-// The stack as it is: asked for every second while somebody looks, every few seconds for the word in the header.
+// The state of the stack: polled every second while its view is shown, every few seconds for the word in the header.
 
 import { Rates } from "./rates.js";
 import { chart, figure, requestTable, workerTable } from "./stack_parts.js";
@@ -11,7 +11,7 @@ const WATCHED_MS = 1000;
 const ASIDE_MS = 5000;
 
 export class StackView {
-  /** `showState(good, text)` is told how the stack is; `giveKey` asks for a key. */
+  /** `showState(good, text)` is called with the state of the stack; `giveKey` asks for a key. */
   constructor(place, { showState, giveKey }) {
     this.place = place;
     this.showState = showState;
@@ -29,13 +29,13 @@ export class StackView {
     this.asking = null;
   }
 
-  /** Whether somebody looks from now on. */
+  /** Set whether the view is shown from now on. */
   watch(watched) {
     this.watched = watched;
     this.now();
   }
 
-  /** Ask at once, and from then on as often as it is due. A page that is not visible asks nothing. */
+  /** Poll at once, and then at its interval. A hidden page does not poll. */
   now() {
     clearTimeout(this.timer);
     this.asking?.abort();

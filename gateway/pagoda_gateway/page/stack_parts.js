@@ -1,4 +1,4 @@
-// Parts of the view of the stack: figures, charts, workers and requests, each made anew from what was told.
+// Parts of the view of the stack: figures, charts, workers and requests, each rebuilt from the last report.
 
 import { bytes, count, percent, rate, seconds, timeOfDay } from "./format.js";
 import { h, svg } from "./dom.js";
@@ -98,7 +98,7 @@ function requestRow(request, longest) {
       request.attempts > 1 ? h("span", { class: "unit" }, ` ${request.attempts} attempts`) : null));
 }
 
-/** Seconds by kind, in the order in which they usually pass. What the engine core did not tell is `unknown`. */
+/** Seconds by kind, in their usual order. If the engine core reported nothing, all of it is `unknown`. */
 export function spentOn(request) {
   const kinds = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, 0]));
   for (const [cause, value] of Object.entries(request.waits_s)) {

@@ -1,4 +1,4 @@
-// What stays in this browser: conversations and settings until they are cleared, the key until the tab is closed.
+// Data kept in this browser: conversations and settings until they are cleared, the key until the tab is closed.
 
 const PREFIX = "pagoda.";
 const CONVERSATION = `${PREFIX}conversation.`;
@@ -7,7 +7,7 @@ function stored(storage) {
   try {
     return window[storage];
   } catch {
-    return null; // forbidden by the browser's settings: nothing is kept then
+    return null; // forbidden by the browser's settings: nothing is kept
   }
 }
 
@@ -23,11 +23,11 @@ function read(name) {
   try {
     return JSON.parse(stored("localStorage")?.getItem(name) ?? "null");
   } catch {
-    return null; // somebody else's, or cut off: as if it were not there
+    return null; // not ours, or truncated: treated as absent
   }
 }
 
-/** Whether there was room. */
+/** Store a value; returns whether there was room. */
 function write(name, value) {
   try {
     stored("localStorage")?.setItem(name, JSON.stringify(value));
@@ -47,7 +47,7 @@ export const theme = {
   set: (name) => stored("localStorage")?.setItem(`${PREFIX}theme`, name),
 };
 
-const UNKEPT = new Set(["tokens", "busy"]); // large, or of the moment
+const UNKEPT = new Set(["tokens", "busy"]); // large, or transient
 
 export const conversations = {
   /** Newest first. */

@@ -1,4 +1,4 @@
-// Loaded before anything is painted, so that nobody sees the other theme first.
+// Loaded before the first paint, so that the other theme does not flash.
 "use strict";
 
 {
@@ -7,7 +7,7 @@
   try {
     saved = localStorage.getItem("pagoda.theme");
   } catch {
-    // Without storage the system's own theme holds.
+    // Without storage, the system's theme applies.
   }
   if (saved === "light" || saved === "dark") root.dataset.theme = saved;
 }

@@ -3,7 +3,7 @@
 import { h } from "./dom.js";
 import { probability } from "./format.js";
 
-const LEVELS = [0.9, 0.5, 0.2, 0]; // a token is marked the more, the less it was expected
+const LEVELS = [0.9, 0.5, 0.2, 0]; // the less likely a token, the stronger its mark
 
 const level = (logprob) => LEVELS.findIndex((least) => Math.exp(logprob) >= least);
 const visible = (token) => token.replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t") || "∅";
