@@ -17,9 +17,13 @@ PACKAGES = ("services/pagoda", "gateway", "engine_core", "worker", "proto")
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
 
 FILE_LINES, TEST_FILE_LINES = 400, 600
-FUNCTION_LINES = 60
+FUNCTION_LINES = 45
 LONGER_FILES: dict[str, int] = {}  # path -> its own ceiling, for a file that is one idea all the same
-LONG_FUNCTIONS_ALLOWED = ("worker/pagoda_worker/kernels/", "tests/")
+LONGER_FUNCTIONS = {  # path and name -> its own ceiling: a kernel of a GPU is one function
+    "worker/pagoda_worker/kernels/triton/experts.py product_kernel": 52,
+    "worker/pagoda_worker/kernels/triton/report.py report_kernel": 46,
+    "worker/pagoda_worker/kernels/triton/sampling.py prepare_kernel": 55,
+}
 
 ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 READS_THE_ENVIRONMENT = {
@@ -90,13 +94,11 @@ def test_files_stay_of_a_size_to_be_read_at_once() -> None:
 def test_functions_fit_on_a_screen() -> None:
     too_long = {}
     for path in product_files():
-        if name(path).startswith(LONG_FUNCTIONS_ALLOWED):
-            continue
         for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > FUNCTION_LINES:
-                    too_long[f"{name(path)}:{node.lineno} {node.name}"] = lines
+                function, lines = f"{name(path)} {node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > LONGER_FUNCTIONS.get(function, FUNCTION_LINES):
+                    too_long[function] = lines
     assert not too_long
 
 
