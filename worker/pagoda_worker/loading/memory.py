@@ -1,14 +1,15 @@
 """How many KV blocks a worker has.
 
-`num_blocks` decides if given, else `kv_cache_gib`, else the machine: on CPU 60 % of what is available once the weights
-are loaded, but no more than 4 GiB (a quarter of what is available, where that is more), and where `workers_here` share
-it, each of its part: pages that another one has not written yet are still available. A life that follows another takes
-as much as the first did, whatever the others have written since, but no more than 60 % of what is left. On a GPU what
-`gpu_memory_utilization` leaves beside everything else that was measured there. Nowhere more than `max_rows` requests of
-`max_model_len` tokens can use. Available is the least of free memory and of what the control group leaves.
+`num_blocks` decides if given, else `kv_cache_gib`, else the machine. On a CPU the cache takes 60 % of the memory
+available once the weights are loaded, capped at 4 GiB or, if more, a quarter of it. Where `workers_here` share the
+memory, each takes from its part: pages that another has not written yet still count as available. A restarted worker
+takes as much as its first life, whatever others have written since, but at most 60 % of what is left. On a GPU the
+cache takes what `gpu_memory_utilization` leaves after everything else measured there. It never takes more than
+`max_rows` requests of `max_model_len` tokens can use. Available is the lesser of free memory and what the control group
+leaves.
 
-Swap space is host memory: as configured, else 4 GiB beside a GPU, but no more than a quarter of what is available. On a
-CPU there is none: blocks swapped out would lie in the same memory, where more KV blocks are of more use.
+Swap space is host memory: as configured, else 4 GiB beside a GPU, but no more than a quarter of what is available. A
+CPU has none: swapped blocks would lie in the same memory, where more KV blocks are of more use.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SWAP_BYTES = 4 * GIB
 
 
 class MemoryNeeds(Protocol):
-    """What of a loaded model matters here."""
+    """The parts of a loaded model used here."""
 
     @property
     def kv_groups(self) -> tuple[KVShape, ...]: ...
@@ -45,12 +46,12 @@ class DeviceUse(NamedTuple):
     """Bytes of a GPU, measured with the weights loaded and without a KV cache (see `profiling`)."""
 
     total: int
-    in_use: int  # weights, CUDA itself, and what other processes have
-    step: int  # what the largest step takes on top
-    graphs: int  # what recorded steps will take on top
+    in_use: int  # weights, CUDA itself, and other processes
+    step: int  # additional bytes of the largest step
+    graphs: int  # additional bytes of recorded steps
 
     def for_kv_cache(self, utilization: float) -> int:
-        """Bytes left for a KV cache if no more than this share of the device shall ever be in use."""
+        """Bytes left for a KV cache if no more than this share of the device may ever be in use."""
         return max(0, int(self.total * utilization) - self.in_use - self.step - self.graphs)
 
 
@@ -68,16 +69,16 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
     adapters_bytes: int = 0,
     at_first: int = 0,
 ) -> int:
-    """KV blocks of the first table (see `retention`), from which follow those of the others; each is one of the model's
-    and, if there is a draft model, one of its own.
+    """KV blocks of the first table (see `retention`), which determine those of the others; each comes with one of the
+    draft model's, if there is a draft model.
 
-    `use` is that of its GPU, None on a CPU; `spare` blocks are kept beside them, and `adapters_bytes` for adapters that
-    may come, unless it was said how much memory the cache takes. `at_first` bytes of a CPU's memory were available to
-    the first life of this worker; 0: this is the first.
+    `use` is that of its GPU, None on a CPU. `spare` blocks are added, and `adapters_bytes` reserved for adapters loaded
+    later, unless the cache's size is configured. `at_first` bytes of a CPU's memory were available to the first life of
+    this worker; 0: this is the first.
 
     Raises:
-        NotEnoughMemory: not even one request of max_model_len tokens would fit, or a CPU's memory has no room for what
-            was said; the message names the options.
+        NotEnoughMemory: not even one request of max_model_len tokens would fit, or a CPU's memory has no room for the
+            configured size; the message names the options.
     """
     models = (loaded,) if draft is None else (loaded, draft)
     kept = _Kept([group for model in models for group in model.kv_groups], loaded.retentions, config.block_size)
@@ -99,18 +100,18 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
 
 
 class _Kept(NamedTuple):
-    """What models that serve together keep of tokens, and in blocks of how many."""
+    """What models that serve together keep of tokens, and the block size."""
 
     shapes: Sequence[KVShape]
     retentions: Sequence[Retention]
     block_size: int
 
     def row_blocks(self, num_tokens: int) -> int:
-        """Of the first table, of a row with so many tokens."""
+        """Blocks of the first table for a row of `num_tokens` tokens."""
         return min(-(-num_tokens // self.block_size), self.retentions[0].row_blocks)
 
     def blocks_in(self, usable: int, spare: int = 0) -> int:
-        """Blocks of the first table with which all, and so many spare ones of each, take no more than usable bytes."""
+        """The most blocks of the first table such that all tables, each with `spare` more, fit into `usable` bytes."""
         sizes = [0] * len(self.retentions)
         for shape in self.shapes:
             sizes[shape.table] += shape.bytes_per_block(self.block_size)
@@ -123,7 +124,7 @@ class _Kept(NamedTuple):
 
 
 def _too_few(kept: _Kept, blocks: int, max_len: int, source: str) -> str:
-    """Where a row of the longest length takes more blocks than there are, that it does."""
+    """Says that a row of the longest length takes more blocks than there are."""
     per_token = bytes_of_row(kept.shapes, kept.retentions, max_len, kept.block_size) / max_len
     row_tokens = kept.row_blocks(max_len) * kept.block_size
     needed = f"of which a row takes {row_tokens}, " if kept.retentions[0].kept else ""
@@ -132,7 +133,7 @@ def _too_few(kept: _Kept, blocks: int, max_len: int, source: str) -> str:
 
 
 def _named(config: WorkerConfig, use: DeviceUse | None) -> int:
-    """Bytes of a cache whose size was said; a CPU that lacks them would only find out when it fills up."""
+    """Bytes of a cache of configured size; a CPU that lacks them would otherwise only fail when it fills up."""
     named = int(config.kv_cache_gib * GIB)
     if use is None and named > (available := host_available_bytes(Path("/"))):
         raise NotEnoughMemory(
@@ -155,7 +156,7 @@ def num_swap_blocks(
 
 
 def _usable(config: WorkerConfig, use: DeviceUse | None, adapters_bytes: int, at_first: int) -> tuple[int, str]:
-    """Bytes for the cache when nothing was configured, and how they came about."""
+    """Bytes for the cache if nothing was configured, and how they were determined."""
     kept = (
         f", with {adapters_bytes / GIB:.2f} GiB kept for adapters (max_loras, max_lora_gib)" if adapters_bytes else ""
     )

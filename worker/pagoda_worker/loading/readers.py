@@ -1,4 +1,4 @@
-"""A model that reads, loaded: an encoder or a decoder without its output matrix, and what makes vectors of states."""
+"""Loads models that read: an encoder, or a decoder without its output matrix, and the pooler of its states."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from pagoda_worker.pooling.pooler import Pooler
 
 log = logging.getLogger(__name__)
 
-# Of heads and of how vectors are used: no hidden state depends on them.
+# For heads and the use of vectors: no hidden state depends on them.
 BESIDE_THE_DECODER = {
     "problem_type", "num_labels", "sentence_transformers", "matryoshka_dimensions", "is_matryoshka", "score_bias",
     "classifier_from_token", "method",
@@ -77,7 +77,7 @@ def load_any_model(config: WorkerConfig, progress: Progress | None = None) -> Lo
 
 @dataclass(frozen=True)
 class _Reading:
-    """What is to be loaded, and from where."""
+    """What to load, and from where."""
 
     config: WorkerConfig
     fields: dict[str, Any]
@@ -119,7 +119,7 @@ def _encoder(reading: _Reading) -> LoadedModel:
 
 
 def _encoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: EncoderSpec) -> Needs:
-    """What an encoder asks of a back end."""
+    """What an encoder requires of a back end."""
     return Needs(
         dtype=dtype,
         hidden_size=spec.hidden_size,
@@ -134,14 +134,14 @@ def _encoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: EncoderSpec) 
 
 
 def _max_len(reading: _Reading, reach: int, max_positions: int) -> int:
-    """Unless it is given, no longer than the files say that prompts may be."""
+    """The configured length, else no longer than the files allow prompts to be."""
     max_len = model_len(reading.config.max_model_len, reach, max_positions)
     return max_len if reading.config.max_model_len else min(max_len, files.longest(reading.path) or max_len)
 
 
 def _dtype(reading: _Reading, *, whole: bool) -> torch.dtype:
-    """Of what reads whole prompts: vectors need fewer digits than training did, and kernels are a few times quicker
-    without them."""
+    """For models that read whole prompts: vectors need less precision than training did, and bfloat16 kernels are a few
+    times faster."""
     config = reading.config
     if whole and config.dtype == "auto" and reading.device.type == "cpu":
         return torch.bfloat16
@@ -161,7 +161,7 @@ def _encoder_pooler(reading: _Reading, spec: EncoderSpec) -> Pooler:
 
 
 def _check_reach(late: Late, spec: EncoderSpec) -> None:
-    """What fills a query up sees all of it, wherever it stands: no window may end before, and no bias count places."""
+    """Query padding attends to the whole query from any position: no window may be shorter, no bias go by distance."""
     windows = [layer.attention.window for layer in spec.layers if layer.attention.window]
     if late.seen or not late.filled:
         return
@@ -171,8 +171,8 @@ def _check_reach(late: Late, spec: EncoderSpec) -> None:
 
 
 def _decoder(reading: _Reading) -> LoadedModel:
-    """Its prompts are computed as any decoder's, in chunks and over the prefix cache; the last state is looked at. One
-    that sees both ways reads them whole, as an encoder does."""
+    """Prompts are computed like any decoder's, in chunks and over the prefix cache; the last state is used. A decoder
+    that attends both ways reads them whole, like an encoder."""
     config, checkpoint = reading.config, reading.checkpoint
     fields = {name: value for name, value in reading.fields.items() if name not in BESIDE_THE_DECODER}
     layout, spec = read_layout(fields), _decoder_spec(checkpoint, fields)
@@ -201,7 +201,7 @@ def _decoder(reading: _Reading) -> LoadedModel:
 
 
 def _decoder_spec(checkpoint: Checkpoint, fields: Mapping[str, Any]) -> DecoderSpec:
-    """With the tensors called as `checkpoint` has them, which may be a decoder saved without what makes logits."""
+    """Renames the tensors of `checkpoint`, which may be a decoder saved without its output matrix."""
     name = _generating(architecture_of(fields))
     spec = native_spec(name, {key: value for key, value in fields.items() if key != FIELD})
     _with_root(checkpoint, (spec.names, *spec.spellings))
@@ -211,7 +211,7 @@ def _decoder_spec(checkpoint: Checkpoint, fields: Mapping[str, Any]) -> DecoderS
 def _headless(
     reading: _Reading, spec: DecoderSpec, layout: Layout | None, ops: Ops, dtype: torch.dtype, max_len: int
 ) -> tuple[Decoder, str]:
-    """Without whatever makes logits or scores of states; and the format of its matrices, in words."""
+    """The decoder without output matrix and score head, and the format of its matrices, in words."""
     checkpoint = reading.checkpoint
     for key in [key for key in checkpoint.entries if key.startswith("score.")]:
         del checkpoint.entries[key]
@@ -222,7 +222,7 @@ def _headless(
 
 
 def _generating(name: str) -> str:
-    """The architecture of the same decoder that generates, unless this one is known for itself."""
+    """The corresponding architecture that generates, unless this one is supported itself."""
     if name in ARCHITECTURES:
         return name
     for suffix in ("ForSequenceClassification", "Model"):
@@ -232,7 +232,7 @@ def _generating(name: str) -> str:
 
 
 def _with_root(checkpoint: Checkpoint, spellings: Iterable[Names]) -> None:
-    """Have a decoder that was saved without what makes logits call its tensors as one that was saved with it."""
+    """If a decoder was saved without its output matrix, rename its tensors as if it had been saved with it."""
     for names in spellings:
         embedding = f"{names.top(names.embed)}.weight"
         if embedding not in checkpoint.entries and embedding.removeprefix(names.root) in checkpoint.entries:
@@ -258,7 +258,7 @@ def _decoder_pooler(reading: _Reading, spec: DecoderSpec) -> Pooler:
 
 
 def _output_matrix(checkpoint: Checkpoint, spec: DecoderSpec) -> str:
-    """The name of its tensor, of which two rows are taken as they are."""
+    """The name of its tensor, of which two rows are used as stored."""
     matrix, embedding = f"{spec.names.head}.weight", f"{spec.names.top(spec.names.embed)}.weight"
     stored = [name for name in checkpoint.entries if name.startswith(f"{spec.names.head}.")]
     if stored not in ([], [matrix]):
@@ -275,6 +275,6 @@ def _answers(path: Path) -> tuple[int, int]:
 
 
 def _fingerprint(fields: Mapping[str, Any], harmless: set[str], checkpoint: Checkpoint, pooler: Pooler) -> str:
-    """Of the weights, and of what makes vectors of its states."""
+    """Of the weights, and of the pooler."""
     own = fingerprint(dict(fields), harmless, checkpoint.digest)
     return sha256(own.encode() + pooler.digest()).hexdigest()[: len(own)]

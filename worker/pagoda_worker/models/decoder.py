@@ -30,17 +30,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: its matrices, its norms by their roles (see `Names`), and where its K and V are."""
+    """One layer: its matrices, its norms by role (see `Names`), and the place of its K and V."""
 
     qkv: Linear | Latent
     out: Linear
     mlp: Branch
     norms: dict[str, Norm]
     head_norm: HeadNorm | None
-    head_norms: dict[int, HeadNorm]  # those of adapters in its place, by slot
+    head_norms: dict[int, HeadNorm]  # adapters' replacements, by slot
     attention: AttentionShape
-    rope: int | None  # of the spec's
-    temper: int | None  # of the spec's
+    rope: int | None  # index of the spec's
+    temper: int | None  # index of the spec's
     kv: KVLayer
     sinks: torch.Tensor | None  # see `Ops.attend`
 
@@ -64,14 +64,14 @@ class Decoder:
         head_size: int | None = None,
         room: SlotRoom | None = None,
     ) -> None:
-        """`head_size`: of how many tokens, from the first, there are logits; None: of all. With 0 there are hidden
-        states, and no logits. Without `room` there are no adapters."""
+        """`head_size`: number of tokens, from the first, that get logits; None: all; 0: there are hidden states, and no
+        logits. Without `room` there are no adapters."""
         self.spec = spec
         self.ops = ops
         shapes = kv_shapes(spec, dtype, ops)
         if spec.causal:
             self.kv_groups, kv_layers = grouped(shapes)
-        else:  # nothing is kept: every layer writes over the one before
+        else:  # nothing is kept: each layer overwrites the last
             self.kv_groups, kv_layers = (shapes[0],), [KVLayer(0, 0)] * len(shapes)
         others = len(spec.tempers) * torch.float32.itemsize
         self._ropes = rotary_tables(spec.ropes, max_positions, ops.device, others)
@@ -82,30 +82,30 @@ class Decoder:
         self._embed = load_embedding(spec, source, dtype)
         self._positions = _load_positions(spec, source) if spec.learned_positions else None
         self._head, self._head_content = load_head(spec, packer, self._embed.table, head_size)
-        self.replacing: frozenset[int] = frozenset()  # slots of adapters that put something in place of the model's
+        self.replacing: frozenset[int] = frozenset()  # slots of adapters that replace tensors of the model
 
     @property
     def recordable(self) -> bool:
-        """Whether `Ops.record` can write its steps down: they are operations alone, on the same rows in all layers."""
+        """Whether `Ops.record` can record its steps: only operations, on the same rows in all layers."""
         return not any(
             layer.attention.chunked or layer.temper or (isinstance(layer.mlp, MoeShape) and layer.mlp.routing.inputs)
             for layer in self.spec.layers
         )
 
     def on(self, ops: Ops) -> Decoder:
-        """The same weights, computed by `ops`, which must be of the back end that packed them, to be recorded: nothing
-        is in the place of anything."""
+        """The same weights, for recording with `ops`, which must be of the back end that packed them; no adapter
+        replaces anything."""
         other = copy.copy(self)
         other.ops, other.replacing = ops, frozenset()
         return other
 
     def replaced(self, slots: TokenSlots | None) -> TokenSlots | None:
-        """`slots`, if an adapter of one puts something in place of the model's own, or adds to the embedding: such
-        steps go operation by operation, each for all tokens, and again for those of such a slot."""
+        """`slots`, if an adapter of one replaces a tensor of the model or adds to the embedding: such steps run
+        operation by operation, each for all tokens, and again for the tokens of such a slot."""
         return None if slots is None or self.replacing.isdisjoint(slots.slots.tolist()) else slots
 
     def plan(self, batch: Batch, kv: Sequence[Cache]) -> list[Any]:
-        """What `forward` makes for itself when it is given none: a plan for each group."""
+        """The plans that `forward` makes itself if given none: one for each group."""
         views = [_seen(batch.at(group.shape.table), group) for group in kv]
         return [_Plan(self.ops.plan(view, group), view) for view, group in zip(views, kv, strict=True)]
 
@@ -130,7 +130,7 @@ class Decoder:
     def logits(
         self, hidden: torch.Tensor, out: torch.Tensor | None = None, slots: TokenSlots | None = None
     ) -> torch.Tensor:
-        """hidden [R, H] -> [R, V] float32, in `out` if that is given; `slots` are of those tokens."""
+        """hidden [R, H] -> [R, V] float32, in `out` if given; `slots` are of those tokens."""
         if self._head is None:
             raise TypeError("a model without a head has no logits")
         logits = self._head.logits(hidden, self.ops, slots, self.replaced(slots))
@@ -138,7 +138,7 @@ class Decoder:
 
     @property
     def adapted(self) -> dict[str, tuple[Linear, str]]:
-        """Where adapters may add: by the checkpoint's name of a matrix the linear layer it is in, and as which part."""
+        """Where adapters may add: a matrix's checkpoint name -> the linear layer it is in, and its part there."""
         names = self.spec.names
         layers = [(*layer.linears, *layer.mlp.linears) for layer in self._layers]
         found = {
@@ -150,7 +150,7 @@ class Decoder:
         return found if self._head is None else found | {names.head: (self._head.linear, names.head)}
 
     def adapt(self, slot: int, tensors: AdapterTensors) -> None:
-        """The adapter of this slot is now what `tensors` say, by the names of `adapted` and of `whole_tensors`."""
+        """Fill the slot with the adapter of these `tensors`, named as in `adapted` and `whole_tensors`."""
         parts: dict[int, tuple[Linear, dict[str, Factors]]] = {}
         for name, (linear, part) in self.adapted.items():
             _, found = parts.setdefault(id(linear), (linear, {}))
@@ -167,7 +167,7 @@ class Decoder:
         self.replacing = frozenset(taken for table in tables for taken in table)
 
     def differing(self, tensors: AdapterTensors) -> AdapterTensors:
-        """Without tables that are the model's own: PEFT writes them into the file of an adapter that adds to them."""
+        """Without tables equal to the model's own: PEFT saves them with adapters that add to them."""
         names, table = self.spec.names, self._embed.table
         embed, head = f"{names.top(names.embed)}.weight", f"{names.head}.weight"
         whole = dict(tensors.whole)
@@ -178,7 +178,7 @@ class Decoder:
         return tensors._replace(whole=whole)
 
     def adapter_bytes(self, ranks: Mapping[str, int], whole: Iterable[str]) -> int:
-        """What an adapter takes here: of these ranks, by the names of matrices, with these of `whole_tensors`."""
+        """Bytes that an adapter takes here: with these ranks, by matrix name, and these of `whole_tensors`."""
         spec, size, tensors = self.spec, self._embed.table.element_size(), whole_tensors(self.spec)
         lines = filled(ranks.get(spec.names.top(spec.names.embed), 0)) * (spec.vocab_size + spec.hidden_size)
         brought = [tensors[name] for name in whole]
@@ -219,7 +219,7 @@ class Decoder:
             _put(layer.head_norms, slot, own)
 
     def _run(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
-        """Branches leave the stream and are added to it; which of the norms on their ways there are is data."""
+        """Branches read the stream and are added to it; the spec decides which norms they pass on the way."""
         ops, branch = self.ops, None
         for layer in self._layers:
             x, stream = self._leave(stream, branch, layer.norms.get("attention"), step)
@@ -236,7 +236,7 @@ class Decoder:
     def _leave(
         self, stream: torch.Tensor, branch: torch.Tensor | None, norm: Norm | None, step: _Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream with the last branch added (none before the first layer): normed, and as it is."""
+        """Add the last branch (None before the first layer) to the stream; returns it normed, and as it is."""
         if norm is None:
             total = stream if branch is None else self.ops.add(branch, stream)
             return total, total
@@ -259,7 +259,7 @@ class Decoder:
         return layer.out.linear(attended, ops, step.slots)
 
     def _write(self, x: torch.Tensor, layer: Layer, step: _Step) -> torch.Tensor:
-        """Keys and values into the cache; returns queries [T, Hq, D]."""
+        """Write keys and values into the cache; returns queries [T, Hq, D]."""
         ops, (group, index), indices = self.ops, layer.kv, step.kv_indices[layer.kv.group]
         rotation = None if layer.rope is None else step.rotations[layer.rope]
         if isinstance(layer.qkv, Latent):
@@ -277,9 +277,9 @@ class Decoder:
 
 @dataclass(frozen=True)
 class _Step:
-    """What all layers of a step share."""
+    """Shared by all layers of a step."""
 
-    kv_indices: Sequence[torch.Tensor]  # of each group, as are `kv` and `plan`
+    kv_indices: Sequence[torch.Tensor]  # of each group, like `kv` and `plan`
     kv: Sequence[Cache]
     plan: list[Any]
     rotations: list[Rotation]
@@ -289,7 +289,7 @@ class _Step:
 
 
 def kv_shapes(spec: DecoderSpec, dtype: torch.dtype, ops: Ops) -> list[KVShape]:
-    """Of each layer, in a cache of `ops`."""
+    """The shape of each layer's K and V, in a cache of `ops`."""
     return [
         KVShape(
             num_layers=1,
@@ -305,20 +305,20 @@ def kv_shapes(spec: DecoderSpec, dtype: torch.dtype, ops: Ops) -> list[KVShape]:
 
 
 class _Plan(NamedTuple):
-    """Of a group: what the back end has made of the batch as the group's attention sees it."""
+    """Of a group: the back end's plan for the batch as the group's attention sees it."""
 
     made: Any
     view: Batch
 
 
 def _seen(batch: Batch, group: Cache) -> Batch:
-    """By attention of the group's layers."""
+    """The batch as seen by attention of the group's layers."""
     shape = group.shape
     return batch.in_chunks(shape.window, group.block_size) if shape.chunked and shape.window else batch
 
 
 def _followed(plan: list[_Plan], places: Sequence[Batch], kv: Sequence[Cache]) -> list[_Plan]:
-    """A plan that was made before the device knew this step's lengths."""
+    """Renew a plan that was made before the device knew this step's lengths."""
     for one, part, group in zip(plan, places, kv, strict=True):
         shape = group.shape
         if shape.chunked and shape.window and one.view.block_tables is not part.block_tables:
@@ -327,7 +327,7 @@ def _followed(plan: list[_Plan], places: Sequence[Batch], kv: Sequence[Cache]) -
 
 
 def _load_positions(spec: DecoderSpec, source: Source) -> torch.Tensor:
-    """Learned ones, [P, H], from that of the first token on."""
+    """Learned positions, [P, H], from the first token's on."""
     return source.tensor(f"{spec.names.top(spec.names.positions)}.weight")[spec.position_offset :]
 
 
@@ -367,7 +367,7 @@ def _load_final_norm(spec: DecoderSpec, take: Take) -> Norm:
 
 
 def _put(table: dict[int, T], slot: int, one: T | None) -> None:
-    """What is in place of something for this slot; None: nothing."""
+    """Set what replaces something for this slot; None: nothing."""
     table.pop(slot, None)
     if one is not None:
         table[slot] = one

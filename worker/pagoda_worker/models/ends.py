@@ -16,12 +16,12 @@ from pagoda_worker.kernels.quantized import Weight, by_rows
 from pagoda_worker.models.linear import Factors, Linear, Packer
 from pagoda_worker.rows.slots import TokenSlots
 
-LANES = 32  # ranks are filled up to a multiple of so many, which every back end's products take
+LANES = 32  # ranks are padded to a multiple of this, which every back end's products support
 
 
 @dataclass(frozen=True)
 class LowRankTable:
-    """What an adapter makes of an embedding: (table + scale * A^T B^T) of a token's line.
+    """An embedding with an adapter: (table + scale * A^T B^T) of a token's line.
 
     lines: A^T [V, R]; `back` is B [H, R] as the back end packs it.
     """
@@ -40,7 +40,7 @@ class LowRankTable:
 
 @dataclass(frozen=True)
 class Embedding:
-    """table [V, H], and what its lines are scaled by. `instead` is what adapters have, by slot: a table, or more."""
+    """table [V, H] and the scale of its lines; `instead`: adapters' versions by slot, plain or low-rank."""
 
     table: torch.Tensor
     scale: float | None
@@ -60,7 +60,7 @@ class Embedding:
         return ops.embed(token_ids, other, self.scale)
 
     def fill(self, slot: int, table: torch.Tensor | None, factors: Factors | None, ops: Ops) -> None:
-        """The slot's adapter brings this table, and adds to it or to the model's."""
+        """Set the slot's adapter: `table` replaces the model's, `factors` add to whichever applies."""
         own = self.table if table is None else table.to(ops.device)
         self.instead.pop(slot, None)
         if factors is not None:
@@ -73,8 +73,8 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Head:
-    """The output matrix. `instead` are those of adapters as the back end packs them, by slot; what is added is added to
-    either."""
+    """The output matrix. `instead` are adapters' matrices, by slot, as the back end packs them; low-rank additions
+    apply to either."""
 
     linear: Linear
     softcap: float | None
@@ -83,7 +83,7 @@ class Head:
     def logits(
         self, hidden: torch.Tensor, ops: Ops, slots: TokenSlots | None, tokens: TokenSlots | None
     ) -> torch.Tensor:
-        """hidden [R, H] -> [R, V]; `tokens` are `slots` where one of them has a matrix of its own."""
+        """hidden [R, H] -> [R, V]; `tokens` are `slots` if one of them may have a matrix of its own."""
         if tokens is None or not self.instead:
             return ops.logits(hidden, self.linear.packed, self.softcap, self._added(slots))
         logits = hidden.new_empty(len(hidden), next(iter(self.linear.columns.values())).stop, dtype=torch.float32)
@@ -102,12 +102,12 @@ class Head:
 
 
 def filled(rank: int) -> int:
-    """The rank that one is computed as."""
+    """The rank that a rank is padded to."""
     return -(-rank // LANES) * LANES
 
 
 def content_of(weight: Weight) -> bytes | None:
-    """What tells a matrix from every other, once it is packed; None of one that is quantised."""
+    """Identifies a matrix after it is packed; None for a quantised one."""
     if not isinstance(weight, torch.Tensor):
         return None
     return hashlib.sha256(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data).digest()
@@ -120,8 +120,8 @@ def load_embedding(spec: DecoderSpec, source: Source, dtype: torch.dtype) -> Emb
 def load_head(
     spec: DecoderSpec, packer: Packer, table: torch.Tensor, size: int | None
 ) -> tuple[Head | None, bytes | None]:
-    """The head for the first `size` tokens (see `Decoder`), and, where adapters may bring one, what its matrix holds.
-    `table` is the embedding's."""
+    """The head for the first `size` tokens (see `Decoder`), and, if adapters may replace its matrix, the digest of its
+    content. `table` is the embedding's."""
     if size == 0:
         return None, None
     name = spec.names.head
@@ -134,7 +134,7 @@ def load_head(
 
 
 def _embed_scale(spec: DecoderSpec, dtype: torch.dtype) -> float | None:
-    """The published scale, and what the stream is divided by; see `load_norm`."""
+    """The published scale, divided by the scale that the stream is kept divided by; see `load_norm`."""
     if spec.embed_scale is None and spec.residual_scale == 1.0:
         return None
     published = 1.0 if spec.embed_scale is None else torch.tensor(spec.embed_scale, dtype=dtype).item()
