@@ -1,18 +1,19 @@
-"""Paged attention: keys are folded in splits of 256 at absolute positions, left to right, whoever computes them.
+"""Paged attention: keys are folded in splits of 256 at absolute positions, left to right, whichever program does it.
 
-A split yields (m, l, acc) from scratch: the running maximum, the sum of weights and the weighted values of its keys,
+Each split yields its own (m, l, acc): the running maximum, the sum of weights and the weighted values of its keys,
 folded tile by tile. Splits are merged left to right with one function. A token's result is then the same whether one
-program walks its splits or each split has a program of its own, and whatever shares its batch. Two facts carry that:
+program walks its splits or each split has its own program, and whatever else is in its batch. This relies on three
+facts:
 
-- a tile or split of which a token sees nothing changes nothing: it is multiplied by 1 and zeros are added, so a program
-  may begin anywhere before a token's first visible key and end anywhere after its last;
-- weights are summed as whole numbers of 2**-22, because the order of a float sum depends on how a tile is laid out over
-  threads. For the same reason the compiler may not contract multiplications and additions here: `tl.fma` is written
-  where one is meant.
-- a tile that all lines see whole needs no masks, and has the same bits without them.
+- a tile or split of which a token sees nothing has no effect: the state is multiplied by 1 and zeros are added, so a
+  program may begin anywhere before a token's first visible key and end anywhere after its last;
+- weights are summed as integer multiples of 2**-22, because the order of a float sum depends on how a tile is laid out
+  over threads. For the same reason the compiler may not contract multiplications and additions here: `tl.fma` is
+  written explicitly where it is wanted;
+- a tile that all lines see entirely needs no masks, and has the same bits without them.
 
-What is left to the hardware is the order in which tensor cores sum a product, which may differ between instruction
-shapes: `selfcheck` compares the bits, and `Tiles` of one height avoid the question.
+The order in which tensor cores sum a product is left to the hardware and may differ between instruction shapes:
+`selfcheck` compares the bits, and `Tiles` of equal heights avoid the problem.
 
 A *line* is one query head of one token; the G heads of a KV head share its keys and lie side by side in a tile.
 A *work item* [row, start, count, first] is a tile of lines: tokens `first` onwards of the `count` new ones of `row`,
@@ -31,14 +32,14 @@ from pagoda_worker.kernels.ops import AttentionShape
 
 SPLIT = 256  # keys; part of the definition of the result
 TILE = 64  # keys of one step of a program
-SLACK_BYTES = 2048  # of shared memory, for what the compiler keeps besides
+SLACK_BYTES = 2048  # of shared memory, for the compiler's own use
 LOG2E = 1.4426950408889634
 
 _TILE: tl.constexpr = tl.constexpr(TILE)
 _PER_SPLIT: tl.constexpr = tl.constexpr(SPLIT // TILE)
 _UNIT: tl.constexpr = tl.constexpr(float(1 << 22))
-# A weight in units, plus this, is rounded to whole units, which are then the low bits of the float: converting it would
-# take as long as its exponential.
+# Adding this to a weight in units rounds it to whole units, which are then the low bits of the float: a conversion
+# instruction would take as long as the exponential.
 _WHOLE: tl.constexpr = tl.constexpr(float(1 << 23))
 _WHOLE_BITS: tl.constexpr = tl.constexpr(0x4B000000)
 
@@ -63,7 +64,7 @@ def _fold_tile(
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into a split's (m, l, acc); scores are in units of log 2. WHOLE: all lines see all of it."""
+    """Fold a tile of keys into a split's (m, l, acc); scores are in units of log 2. WHOLE: all lines see all of it."""
     dims = tl.arange(0, WIDTH)
     places = tile * _TILE + tl.arange(0, _TILE)
     known = places < context
@@ -102,8 +103,8 @@ def _fold_tile(
 
 @triton.jit
 def _item(work, contexts, index, heads_per_kv, window, LINES: tl.constexpr, WINDOWED: tl.constexpr):
-    """(row, context, packed token of each line or -1, head of each line, its position or -1; of tiles the first that
-    any line sees, the first that not all lines see whole, and the one after the last)."""
+    """(row, context, packed token of each line or -1, head of each line, its position or -1; the first tile that any
+    line sees, the first that not all lines see entirely, and one past the last)."""
     row = tl.load(work + index * 4)
     start, count, first = tl.load(work + index * 4 + 1), tl.load(work + index * 4 + 2), tl.load(work + index * 4 + 3)
     context = tl.load(contexts + row)
@@ -129,7 +130,7 @@ def _finish(m, l, acc, sink):
     base = tl.where(top == float("-inf"), 0.0, top)
     keep = tl.exp2(m - base)
     total = tl.fma(l, keep, tl.exp2(sink - base))
-    total = tl.where(total > 0.0, total, 1.0)  # lines that are not used see nothing
+    total = tl.where(total > 0.0, total, 1.0)  # unused lines see nothing
     return acc * keep[:, None] / total[:, None]
 
 
@@ -140,7 +141,7 @@ def walk_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     LINES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """A program per (work item, KV head) folds all splits of its lines."""
+    """One program per (work item, KV head) folds all splits of its lines."""
     kv_head = tl.program_id(1)
     per_kv: tl.constexpr = HEADS // KV_HEADS
     row, context, token, line_head, position, first_tile, whole_tiles, end_tile = _item(
@@ -154,7 +155,7 @@ def walk_kernel(
     m, part_m = tl.full([LINES], float("-inf"), tl.float32), tl.full([LINES], float("-inf"), tl.float32)
     l, part_l = tl.zeros([LINES], tl.float32), tl.zeros([LINES], tl.float32)
     acc, part = tl.zeros([LINES, WIDTH], tl.float32), tl.zeros([LINES, WIDTH], tl.float32)
-    for partly in tl.static_range(2):  # first the tiles that all lines see whole
+    for partly in tl.static_range(2):  # first the tiles that all lines see entirely
         for tile in range(whole_tiles if partly else first_tile, end_tile if partly else whole_tiles):
             if tile // _PER_SPLIT * _PER_SPLIT == tile:
                 m, l, acc = _merge(m, l, acc, part_m, part_l, part)
@@ -181,9 +182,9 @@ def split_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     LINES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Every split of a (work item, KV head) leaves (m, l) in part_sums [.., 2] and acc in parts [.., D].
+    """For every split of a (work item, KV head), store (m, l) in part_sums [.., 2] and acc in parts [.., D].
 
-    The splits that there are, of up to num_splits, are shared out between the programs of a (work item, KV head).
+    The existing splits, at most num_splits, are divided among the programs of a (work item, KV head).
     """
     index, kv_head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_kv: tl.constexpr = HEADS // KV_HEADS
@@ -224,7 +225,7 @@ def fold_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     LINES: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """A program per (work item, line of a KV head) folds what `split_kernel` left."""
+    """One program per (work item, line of a KV head) folds the results of `split_kernel`."""
     index, kv_head, line = tl.program_id(0), tl.program_id(1) // used_lines, tl.program_id(1) % used_lines
     per_kv: tl.constexpr = HEADS // KV_HEADS
     _row, _context, tokens, _heads, _positions, first_tile, _whole_tiles, end_tile = _item(
@@ -251,7 +252,7 @@ def fold_kernel(
 
 
 class Launch:
-    """What the launches of one layer's attention share."""
+    """The arguments common to the launches of one layer's attention."""
 
     def __init__(
         self,
@@ -263,7 +264,7 @@ class Launch:
         sinks: torch.Tensor | None,
         shared_bytes: int,
     ) -> None:
-        """query [T, Hq, D] of any strides but the last; out [T, Hq D]; cache: keys and values
+        """query [T, Hq, D], whose last stride should be 1 (else it is copied); out [T, Hq D]; cache: keys and values
         [num_blocks, Hkv, block_size, D]; rows: block tables [B, max_blocks] and context lengths [B], int32."""
         self.query = query if query.stride(-1) == 1 else query.contiguous()
         self.out, self.cache, self.rows, self.shape = out, cache, rows, shape
@@ -286,8 +287,8 @@ class Launch:
     def split(self, work: torch.Tensor, lines: int, used_lines: int, num_splits: int, num_programs: int) -> None:
         """The same bits as `walk`.
 
-        `used_lines`: lines that any item fills; `num_splits`: of the longest context there may be; `num_programs`: to
-        share the splits of one item and KV head.
+        `used_lines`: the most lines used by any item; `num_splits`: of the longest possible context; `num_programs`:
+        programs that share the splits of one item and KV head.
         """
         shape, (tables, contexts) = self.shape, self.rows
         places = len(work) * shape.num_kv_heads * used_lines * num_splits
@@ -311,14 +312,14 @@ class Launch:
         return self.query.stride(0), self.query.stride(1), self.rows[0].stride(0)
 
     def _scalars(self) -> tuple[float, float, int]:
-        """Factor of the product, factor after tanh, window."""
+        """The factor of the product, the factor after tanh, and the window."""
         shape = self.shape
         if shape.softcap is None:
             return shape.scale * LOG2E, 0.0, shape.window or 0
         return shape.scale / shape.softcap, shape.softcap * LOG2E, shape.window or 0
 
     def _options(self, lines: int) -> dict[str, Any]:
-        """Warps and pipeline stages; compiled for sm_90 with hardly a spill, not yet tuned on a device."""
+        """Warps and pipeline stages; compiled for sm_90 with hardly any spills, not yet tuned on a device."""
         dim, item_bytes = self.shape.head_dim, self.query.element_size()
         many = lines >= 128 or (lines >= 64 and dim > 128)
         stages = stages_for(lines, triton.next_power_of_2(dim), item_bytes, self._shared_bytes)
@@ -326,13 +327,13 @@ class Launch:
 
 
 def stages_for(lines: int, width: int, item_bytes: int, shared_bytes: int) -> int:
-    """Pipeline stages of tiles of so many lines, whose memory a program may have; one if none fits.
+    """The pipeline stages for tiles of `lines` lines that fit in `shared_bytes` of shared memory; 1 if none fits.
 
-    The pipeline counts the read of a tile's block id as stages of its own: five stages hold two tiles of keys and of
-    values in flight, from two on it is one of each. One stage holds the keys or the values.
+    The pipeline counts the read of a tile's block id as stages of its own: five stages keep two tiles of keys and two
+    of values in flight, two to four stages one of each. One stage holds either the keys or the values.
     """
     part = TILE * width * item_bytes
-    queries = lines * width * item_bytes * (3 if lines < 64 else 1)  # what low tiles leave goes out through it as well
+    queries = lines * width * item_bytes * (3 if lines < 64 else 1)  # low tiles also store their results through it
     weights = lines * TILE * item_bytes
     line_bytes = width * item_bytes
     liked = 5 if lines < 64 and line_bytes <= 256 else 4 if line_bytes <= 512 else 2

@@ -1,8 +1,8 @@
-"""`device_sampler.DeviceSampler` by Triton: which row has which line, and what of it the host still has to say.
+"""`device_sampler.DeviceSampler` with Triton: tracks which row has which line, and what the host must still upload.
 
-A line is a cache of a row. It holds if it was written for this very row and counts as many outputs as the row does, a
-promised one included. A row without such a line gets the one that was used least recently, whoever had it. Between two
-steps of the same rows nothing is written and nothing is uploaded.
+A line is a cache entry for a row. It is valid if it was written for this very row and has counted as many outputs as
+the row has, including a promised one. A row without a valid line gets the least recently used one. Between two steps
+with the same rows, nothing is written or uploaded.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ NO_LINE = -1
 
 @dataclass(frozen=True)
 class Asked:
-    """What a step's rows ask, for as long as they and their lines are the same.
+    """What a step's rows need, reused as long as the rows and their lines stay the same.
 
     Attributes:
-        lines: Of each row; `there` has them on the device.
-        draws: Whether any of them has a temperature.
-        reported: Places [P] int64 on the device of rows that want log-probabilities; None if nobody does.
-        num_top: The most likely tokens that one of these wants, and at least 1.
-        shifting: Places of rows whose `near_words` may be others with every step.
-        formed: Places of rows with a grammar, whose mask is another one with every step.
+        lines: The line of each row; `there` has them on the device.
+        draws: Whether any row has a temperature.
+        reported: Places [P] int64 on the device of rows that want log-probabilities; None if no row does.
+        num_top: The largest number of top tokens that any of these wants, at least 1.
+        shifting: Places of rows whose `near_words` may change with every step.
+        formed: Places of rows with a grammar, whose mask changes with every step.
     """
 
     lines: list[int]
@@ -55,19 +55,19 @@ class TritonSampler:
         self._line_of: dict[int, int] = {}  # by row id
         self._holders: list[Callable[[], Row | None]] = [_nobody] * max_rows
         self._row_ids = [0] * max_rows
-        self._outputs = [0] * max_rows  # that the device has counted
-        self._used = np.zeros(max_rows, np.int64)  # the last set of rows that a line was part of
-        self._words: dict[int, Words] = {}  # near words, as the device has them, of lines where they shift
+        self._outputs = [0] * max_rows  # counted by the device
+        self._used = np.zeros(max_rows, np.int64)  # when a line was last used, counting changes of the set of rows
+        self._words: dict[int, Words] = {}  # the near words on the device, for lines where these shift
         self._asked: Asked | None = None
 
     def takes(self, rows: Sequence[Row]) -> bool:
-        """All rows but those whose processing needs an output that the host has yet to learn.
+        """Whether no row's processing needs an output that the host does not know yet.
 
-        The device knows the last output of every line. But a bad word of three and more tokens is looked up by the host
-        in the outputs before the last; and the host can write a line (its counts, its last output) only of a row whose
-        outputs it all knows. Neither happens while two steps are in flight and all of them come through here. Nor are
-        there models with so many ends of sequence that a row's edits do not fit into its line. A grammar's mask is
-        found by the host in all outputs: of two steps in flight, such a row is taken in the first.
+        The device knows the last output of every line. But the host matches bad words of three or more tokens against
+        the outputs before the last, and can write a line (its counts, its last output) only if it knows all outputs of
+        the row. Neither is a problem with two steps in flight if all steps come through here. Nor does any model have
+        so many end-of-sequence tokens that a row's edits do not fit into its line. The host derives a grammar's mask
+        from all outputs: of two steps in flight, such a row is taken only in the first.
         """
         return all(row.processing is None or self._knows(row) for row in rows)
 
@@ -80,7 +80,7 @@ class TritonSampler:
         return not row.num_promised or (row.num_promised == 1 and self._line(row) != NO_LINE)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> Chosen:
-        """See `DeviceSampler.sample`; raises ValueError for more rows than there are lines."""
+        """See `DeviceSampler.sample`; raises ValueError if there are more rows than lines."""
         asked = self._ask(rows)
         raw = None if asked.reported is None else logits.index_select(0, asked.reported)
         ids = sample(logits, self._table, asked.there, asked.draws)
@@ -91,7 +91,7 @@ class TritonSampler:
         return Chosen(ids, report(raw, ids.index_select(0, asked.reported).clamp_(min=0), asked.num_top))
 
     def _line(self, row: Row) -> int:
-        """The line that holds for this row, or NO_LINE."""
+        """The valid line of this row, or NO_LINE."""
         line = self._line_of.get(row.row_id, NO_LINE)
         holds = line >= 0 and self._holders[line]() is row and self._outputs[line] == row.num_outputs
         return line if holds else NO_LINE
@@ -111,13 +111,13 @@ class TritonSampler:
         return asked
 
     def _write(self, rows: Sequence[Row], lines: list[int]) -> None:
-        """Find lines for those rows that have none, fill them, and complete `lines`."""
+        """Assign lines to the rows that have none, write them, and complete `lines`."""
         if len(rows) > len(self._table):
             raise ValueError(f"{len(rows)} rows are more than the {len(self._table)} that there are lines for")
         missing = [place for place, line in enumerate(lines) if line == NO_LINE]
         self._used[[line for line in lines if line != NO_LINE]] = self._used.max() + 1
         given = np.argsort(self._used, kind="stable")[: len(missing)].tolist()
-        for line in given:  # whatever happens while it is written, it holds for nobody
+        for line in given:  # invalid until written, even if writing fails
             self._holders[line] = _nobody
         self._table.write(given, [rows[place] for place in missing])
         for line, place in zip(given, missing, strict=True):
@@ -143,7 +143,7 @@ class TritonSampler:
         )
 
     def _shift(self, line: int, row: Row) -> None:
-        """Have the line know the bad words that have come near."""
+        """Update the line's bad words that the next token may complete."""
         if row.processing is None:
             return
         words = near_words(row.processing, row.outputs)

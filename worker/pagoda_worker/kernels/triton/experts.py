@@ -1,13 +1,13 @@
-"""Experts: tokens that chose the same one pass its matrices together, and the device alone knows which those are.
+"""Mixture of experts: tokens that chose the same expert pass its matrices together; only the device knows the choices.
 
-A *choice* is one rank of one token, n = T * k of them, counted token by token. They are put in the order of experts and
-cut into tiles, each of `LINES` choices of one expert at most. How many tiles an expert has the host does not know, but
-there are never more than n // LINES + min(E, n): a launch of so many programs serves whatever is chosen, so a step can
-be recorded, and those left over end at once. Of an expert that nobody chose nothing is read.
+A *choice* is one rank of one token; there are n = T * k, numbered token by token. They are sorted by expert and cut
+into tiles of at most `LINES` choices of one expert. The host does not know how many tiles an expert has, but there are
+never more than n // LINES + min(E, n): a launch of that many programs serves any choices, so a step can be recorded,
+and surplus programs end at once. Experts that no token chose are not read.
 
-A choice is summed from the first input to the last in one program, whoever shares its tile, wherever it stands there,
-and however high the tile is; a token's choices are added in the order of its ranks. So a token's bits are its own, but
-for what is left to the hardware: see `attention`.
+One program sums a choice from the first input to the last, whatever else is in its tile, wherever it is in the tile and
+however high the tile is; a token's choices are added in order of rank. So this is batch-invariant, apart from what is
+left to the hardware: see `attention`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from pagoda_worker.kernels.triton.plan import Tiles
 from pagoda_worker.kernels.triton.pointwise import PIECE, gated
 
 DEPTH = 64  # inputs of one step of a program
-BUSY = 32  # choices per expert from which on tiles are high
-MANY = 256  # tokens from which on they are high, too: most experts have some, and reading a matrix takes as long
+BUSY = 32  # tiles are high from this many choices per expert
+MANY = 256  # also from this many tokens: most experts then have some, and reading their matrices takes as long
 LOWEST = 16
 MOST_STAGES = 4
-# Tiles whose programs run side by side: they share the outputs' weights, which most of them have in common.
+# Tiles whose programs run side by side, because most of them read the same weights.
 _ABREAST: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["count"])
 def place_kernel(choices, tiles, ids, count, LINES: tl.constexpr, PIECE: tl.constexpr):
-    """A program per expert finds its choices among the `count` of ids, and describes its tiles.
+    """One program per expert finds its choices among the `count` ids, and writes its tiles.
 
-    An expert before which b choices stand begins at tile b // LINES + min(expert, b): those before it, of which min(..)
-    at most have any, cannot need more, so nobody has to know how many each has.
+    An expert preceded by b choices begins at tile b // LINES + min(expert, b): the experts before it, at most min(..)
+    of which have choices, cannot need more tiles, so no program has to know the others' counts.
     """
     expert = tl.program_id(0)
     at = tl.arange(0, PIECE)
@@ -70,8 +70,8 @@ def product_kernel(
 ):  # fmt: skip
     """COLUMNS outputs of the lines of a tile.
 
-    With an ACTIVATION weights are gate above up, lines come from their tokens and go where their tile stands; without,
-    they come from there and go where their token has them.
+    With an ACTIVATION, the weights are gate stacked on up, lines are read by token and written in tile order; without,
+    they are read in tile order and written by choice.
     """
     GATED: tl.constexpr = ACTIVATION != ""
     pieces = tl.cdiv(width, COLUMNS)
@@ -140,7 +140,7 @@ def combine_kernel(
 
 
 class PackedExperts(NamedTuple):
-    """Gate and up of all [E, 2 I, H], down [E, H, I], their biases; `favour`: see `routing`."""
+    """Gate and up of all experts [E, 2 I, H], down [E, H, I], and their biases; `favour`: see `routing`."""
 
     gate_up: Tensor
     down: Tensor
@@ -150,10 +150,9 @@ class PackedExperts(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """`choices` [n] int32 in the order of experts, and `tiles` [.., 3] int32 of `lines` of them at most.
+    """`choices` [n] int32 sorted by expert, and `tiles` [.., 3] int32 of at most `lines` choices.
 
-    A tile is an expert, the place of its first choice, and the place behind its expert's last; -1 is no expert, and no
-    tile.
+    A tile is an expert (-1 if the tile is unused), the place of its first choice, and one past its expert's last.
     """
 
     choices: Tensor
@@ -162,7 +161,7 @@ class Placed(NamedTuple):
 
 
 def place(ids: Tensor, experts: int, lines: int) -> Placed:
-    """ids [T, k] of experts, T > 0. The host does not wait."""
+    """Sort the choices ids [T, k], T > 0, by expert. The host does not wait."""
     count = ids.numel()
     choices = ids.new_empty(count, dtype=torch.int32)
     tiles = ids.new_empty((count // lines + min(experts, count), 3), dtype=torch.int32)
@@ -171,9 +170,9 @@ def place(ids: Tensor, experts: int, lines: int) -> Placed:
 
 
 def lines_for(tokens: int, chosen: int, experts: int, tiles: Tiles, dtype: torch.dtype) -> int:
-    """High tiles read a matrix once for more choices, low ones compute fewer lines that are none. No bit changes.
+    """The height of tiles: high ones read a matrix once for more choices, low ones waste fewer lines. Changes no bits.
 
-    float32, which tensor cores do not multiply, would want more registers than there are for any but the lowest.
+    float32, which tensor cores do not multiply, would need too many registers in all but the lowest tiles.
     """
     if dtype == torch.float32:
         return LOWEST
@@ -188,7 +187,7 @@ def through_experts(
     beside: Beside | None,
     tiles: Tiles,
 ) -> Tensor:
-    """x [T, H] through the experts `chosen`, ids and weights [T, k] as `routing.choose` gives them -> [T, H]."""
+    """x [T, H] through the experts `chosen`, the ids and weights [T, k] from `routing.choose` -> [T, H]."""
     (ids, weights), out = chosen, torch.empty_like(x, memory_format=torch.contiguous_format)
     if not len(x):
         return out
@@ -203,15 +202,15 @@ def through_experts(
 
 
 class Launch:
-    """What both products have in common; `per_token`: k."""
+    """The arguments common to both products; `per_token`: k."""
 
     def __init__(self, placed: Placed, per_token: int, shared_bytes: int) -> None:
         self._placed, self._per_token, self._shared_bytes = placed, per_token, shared_bytes
 
     def product(self, out: Tensor, x: Tensor, weights: Tensor, biases: Tensor | None, activation: str = "") -> None:
-        """x [T, K] times weights [E, 2 N, K], activated -> out [n, N] in the order of tiles.
+        """x [T, K] times weights [E, 2 N, K], activated -> out [n, N] in tile order.
 
-        Without activation x [n, K] is in that order, weights are [E, N, K], and out is in that of tokens.
+        Without activation, x [n, K] is in tile order, weights are [E, N, K], and out is in token order.
         """
         (_, width), depth, (choices, tiles, lines) = out.shape, x.shape[1], self._placed
         columns = (64 if lines < 64 else 128) // (2 if activation else 1)
@@ -222,7 +221,7 @@ class Launch:
         )  # fmt: skip
 
     def _options(self, item_bytes: int) -> dict[str, Any]:
-        """Warps and pipeline stages, as many as the memory of a program holds; not yet tuned on a device."""
+        """Warps, and as many pipeline stages as fit in a program's shared memory; not yet tuned on a device."""
         lines = self._placed.lines
         stage = (lines + (64 if lines < 64 else 128)) * DEPTH * item_bytes
         stages = max(1, min(MOST_STAGES, (self._shared_bytes - SLACK_BYTES) // stage))
@@ -230,8 +229,8 @@ class Launch:
 
 
 def combine(out: Tensor, products: Tensor, weights: Tensor, beside: Beside | None) -> None:
-    """products [T * k, H] by rank and weights [T, k] float32 -> out [T, H], with the bits of `routing.combine` but for
-    those of the gate beside."""
+    """products [T * k, H] by rank and weights [T, k] float32 -> out [T, H], with the bits of `routing.combine` except
+    for the gate of `beside`."""
     tokens, width = out.shape
     share = products if beside is None else beside.product.contiguous()
     gate = weights if beside is None or beside.gate is None else beside.gate.contiguous()

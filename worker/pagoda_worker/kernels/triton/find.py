@@ -1,11 +1,11 @@
-"""Device code of `sampling`: weights as whole numbers, and the search for a place in the order of a row's tokens."""
+"""Device code of `sampling`: integer weights, and the search for a place in the order of a row's tokens."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-_DEPTH: tl.constexpr = tl.constexpr(48.0)  # below the top, in temperatures, where the last unit of a weight is gone
+_DEPTH: tl.constexpr = tl.constexpr(48.0)  # distance below the top, in temperatures, at which weights have become 0
 
 
 @triton.jit
@@ -16,14 +16,14 @@ def token_mass(z, top, heat, SHIFT: tl.constexpr):
 
 @triton.jit
 def sort_key(z):
-    """int32 that orders float32 as numbers, both zeros alike."""
+    """An int32 that orders float32 numerically, treating both zeros alike."""
     bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def range_of(ends, row, rows, slices, heat, SLICES: tl.constexpr, BINS: tl.constexpr):
-    """(top, bins per unit of logit) of a row, float64, over the part of its range that has mass.
+    """(top, bins per unit of logit) of a row, float64, for the part of its range that has mass.
 
     `ends` [2, rows, slices] float32: the highest and the lowest logit of each slice.
     """
@@ -37,7 +37,7 @@ def range_of(ends, row, rows, slices, heat, SLICES: tl.constexpr, BINS: tl.const
 
 @triton.jit
 def histogram_bin(z, mass, top, steps, BINS: tl.constexpr):
-    """Never descends with the logit: every operation on the way is monotone."""
+    """The bin of a logit, monotone in the logit because every operation here is."""
     depth = tl.minimum((top - z.to(tl.float64)) * steps, BINS - 2.0)
     return tl.where(mass > 0, depth.to(tl.int32), BINS - 1)
 
@@ -46,11 +46,11 @@ def histogram_bin(z, mass, top, steps, BINS: tl.constexpr):
 def _list_bin(
     chosen, z_row, list_row, top, steps, heat, vocab, BINS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the ids of a bin to list_row, ascending; (their number, lowest and highest sort key as int64)."""
+    """Write the ids of a bin to list_row, ascending; returns (their number, lowest and highest sort key as int64)."""
     lane = tl.arange(0, BLOCK)
     size = chosen * 0
     least, most = size + 2147483647, size - 2147483647
-    tl.debug_barrier()  # the list may still be read for an earlier find
+    tl.debug_barrier()  # an earlier find may still be reading the list
     for start in range(0, vocab, BLOCK):
         ids = start + lane
         z = tl.load(z_row + ids, mask=ids < vocab, other=float("-inf"))
@@ -70,10 +70,10 @@ def find(
     target, z_row, mass_row, count_row, list_row, top, steps, heat, vocab, by_count,
     BINS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first token in order whose cumulative mass (or count) exceeds `target`, which is below the row's total.
+    """Find the first token in order whose cumulative mass (or count) exceeds `target`, which is below the row's total.
 
-    Returns (sort key of its logit, how many of its equals come before it, the mass up to and with it, how many ids are
-    in list_row): the list has the tokens of its bin by ascending id.
+    Returns (sort key of its logit, number of equal tokens before it, mass up to and including it, number of ids in
+    list_row); list_row then has the tokens of its bin by ascending id.
     """
     bins = tl.arange(0, BINS)
     masses, counts = tl.load(mass_row + bins), tl.load(count_row + bins).to(tl.int64)
@@ -83,7 +83,7 @@ def find(
     mass_before = tl.sum(tl.where(bins < chosen, masses, 0), 0)
     lane = tl.arange(0, BLOCK)
     size, low, high = _list_bin(chosen, z_row, list_row, top, steps, heat, vocab, BINS, SHIFT, BLOCK)
-    while low < high:  # the highest key from which on the bin goes beyond the target
+    while low < high:  # find the highest key such that the tokens from it upwards exceed the target
         middle = low + (high - low + 1) // 2
         reached = before
         for start in range(0, size, BLOCK):
@@ -113,7 +113,7 @@ def find(
 
 @triton.jit
 def find_id(key, ordinal, size, z_row, list_row, BLOCK: tl.constexpr):
-    """The id of the listed token of this sort key with `ordinal` equals before it."""
+    """The id of the listed token with this sort key and `ordinal` equal tokens before it."""
     lane = tl.arange(0, BLOCK)
     seen = ordinal * 0
     token = size * 0

@@ -1,4 +1,4 @@
-"""The back end as this device can have it: the first tiles that compute right, and alike for every cut if any do."""
+"""Loads the back end for this device: the first tiles that compute correctly, and alike for every cut if any do."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pagoda_worker.kernels.triton.selfcheck import verdict
 
 log = logging.getLogger(__name__)
 
-# Low tiles waste least, tiles of one height need no luck with the hardware.
+# Low tiles waste least; tiles of one height do not depend on the hardware's order of summation.
 HEIGHTS = ((16, 128), (64, 128), (64, 64), (16, 16))
 PROGRAMS_PER_PROCESSOR = 2
 
 
 def load_triton(device: torch.device, needs: Needs) -> TritonOps:
-    """The first of HEIGHTS that computes right and alike for every cut; without such, the first that computes right.
+    """The first of HEIGHTS that computes correctly and alike for every cut; failing that, the first that is correct.
 
     Raises:
         BackendError: it cannot serve this device or these needs, or computes something wrong.
@@ -37,7 +37,7 @@ def load_triton(device: torch.device, needs: Needs) -> TritonOps:
         ops = TritonOps(device, tiles, needs.dtype)
         try:
             found = guarded("triton", partial(verdict, ops, needs))
-        except BackendError as error:  # cannot be made or launched here; lower tiles may
+        except BackendError as error:  # cannot be compiled or launched here; lower tiles may work
             reason = reason or str(error)
             continue
         if not found.wrong and not found.varies:
@@ -53,7 +53,7 @@ def load_triton(device: torch.device, needs: Needs) -> TritonOps:
 
 
 def _tiles(device: torch.device) -> list[Tiles]:
-    """What to try, the fastest first; the last takes the least memory of all."""
+    """The tiles to try, the fastest first; the last needs the least memory."""
     fill, shared_bytes = PROGRAMS_PER_PROCESSOR, SHARED_BYTES
     if device.type == "cuda":
         fill *= torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,13 +1,13 @@
-"""What adapters add to linear layers: y += scale * (x A^T) B^T, each line by the matrices of its own slot or by none.
+"""The adapters' part of linear layers: y += scale * (x A^T) B^T, each line with the matrices of its own slot, if any.
 
-Two launches: `shrink_kernel` sums x A^T in parts of K, `expand_kernel` adds the parts up, scales, multiplies by
-B^T and adds that to y, where lines without an adapter are neither read nor written. Slots, ranks and addresses are read
-on the device, so nothing waits, and what is recorded serves any adapters.
+Two launches: `shrink_kernel` sums x A^T in parts of K; `expand_kernel` adds up the parts, scales them, multiplies by
+B^T and adds the result to y, without reading or writing lines that have no adapter. Slots, ranks and addresses are read
+on the device, so the host never waits, and a recording serves any adapters.
 
-A program has a tile of lines and takes its slots one after another, each for all lines of the tile: lines of other
-slots are zeros then, and their products are thrown away. So nobody sorts lines, and a line's bits are its own by
-construction: the tile has one height, which is one instruction of tensor cores; parts of K are cut by K alone, a sum
-over ranks ends with the adapter's own, and both go on in one order.
+A program has a tile of lines and processes their slots one after another, each for the whole tile: lines of other slots
+are then zeros, and their products are discarded. So lines need no sorting, and batch invariance holds by construction:
+all tiles have one height, hence one tensor core instruction; K is cut depending on K alone; a sum over ranks ends with
+the adapter's own ranks; and both sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pagoda_worker.kernels.ops import LowRank
 
 LINES, RANKS, COLUMNS = 16, 16, 64  # of a tile
 PIECE = 128  # of K in one step of a program
-SPLITS = 4  # parts of K, at most; part of the definition of the result
-BUSY = 64  # with fewer tiles, the slots of one have programs of their own; no bit changes
+SPLITS = 4  # the most parts of K; part of the definition of the result
+BUSY = 64  # with fewer tiles, the slots of a tile get programs of their own; changes no bits
 
 _LINES: tl.constexpr = tl.constexpr(LINES)
 _RANKS: tl.constexpr = tl.constexpr(RANKS)
@@ -35,13 +35,13 @@ _FIELDS: tl.constexpr = tl.constexpr(5)
 
 
 class LowSlots(NamedTuple):
-    """What adapters add to one layer [N, K].
+    """The adapters' slots of one layer [N, K].
 
     Attributes:
-        table: [count, 5] int64, the addresses of `kept` and the rank, which is 0 where nothing is added.
-        kept: Of each slot A [R, K] and B^T [R, N] in the run dtype, scales [R] float32, and which ranks a tile of
-            columns reads, [tiles, 2] int32: [first, end).
-        width: The most ranks of an adapter.
+        table: [count, 5] int64, the addresses of `kept` and the rank, which is 0 if nothing is added.
+        kept: For each slot A [R, K] and B^T [R, N] in the run dtype, scales [R] float32, and the ranks [first, end)
+            that each tile of columns reads, [tiles, 2] int32.
+        width: The most ranks of an adapter, rounded up to RANKS.
         dtype: Of the layer.
     """
 
@@ -52,7 +52,7 @@ class LowSlots(NamedTuple):
 
 
 def new_slots(weight: Tensor, count: int, rank: int) -> LowSlots:
-    """Beside `weight` [N, K]; `rank`: most of all parts of the layer together."""
+    """Slots on the device of `weight` [N, K]; `rank`: the most ranks of all parts of the layer together."""
     width = triton.cdiv(rank, RANKS) * RANKS
     table = torch.zeros(count, _FIELDS.value, dtype=torch.int64, device=weight.device)
     return LowSlots(table, [()] * count, width, weight.dtype)
@@ -72,12 +72,12 @@ def fill_slot(slots: LowSlots, slot: int, factors: LowRank | None) -> None:
 
 
 def slot_bytes(inputs: int, outputs: int, ranks: int, dtype: torch.dtype) -> int:
-    """What an adapter takes that has so many `ranks` for all parts of a layer [outputs, inputs] together."""
+    """Bytes of an adapter with `ranks` ranks for all parts of a layer [outputs, inputs] together."""
     return ranks * (dtype.itemsize * (inputs + outputs) + 4) + (8 * triton.cdiv(outputs, COLUMNS) if ranks else 0)
 
 
 def add(y: Tensor, x: Tensor, slots: LowSlots, token_slots: Tensor) -> None:
-    """Add to y [T, N] in place what the `token_slots` [T] int64 add for x [T, K]; both are contiguous."""
+    """Add to y [T, N], in place, the part of the adapters in `token_slots` [T] int64 for x [T, K]; both contiguous."""
     (tokens, inputs), outputs = x.shape, y.shape[1]
     if not tokens:
         return
@@ -95,7 +95,7 @@ def add(y: Tensor, x: Tensor, slots: LowSlots, token_slots: Tensor) -> None:
 
 
 def _tiles(spans: Tensor) -> Tensor:
-    """spans [N, 2] of outputs -> those of tiles, [tiles, 2] int32."""
+    """spans [N, 2] of outputs -> spans of tiles, [tiles, 2] int32."""
     reads = spans[:, 1] > spans[:, 0]
     most = int(spans.max())
     missing = (0, -len(spans) % COLUMNS)
@@ -106,7 +106,7 @@ def _tiles(spans: Tensor) -> Tensor:
 
 @triton.jit
 def _tile(token_slots, tokens, turns):
-    """Lines of this program's tile, and the slots that it is to take, -1 elsewhere."""
+    """The lines of this program's tile, and the slots that it processes, -1 for the others."""
     program = tl.program_id(0)
     line = (program // turns).to(tl.int64) * _LINES + tl.arange(0, _LINES)
     slot = tl.load(token_slots + line, mask=line < tokens, other=-1).to(tl.int32)
@@ -120,13 +120,13 @@ def _field(table, slot, FIELD: tl.constexpr):
 
 @triton.jit
 def _pointer(table, slot, FIELD: tl.constexpr, dtype: tl.constexpr):
-    """Every tensor begins where 16 bytes do, and more."""
+    """Tensors are aligned to at least 16 bytes."""
     return tl.multiple_of(_field(table, slot, FIELD).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit(do_not_specialize=["tokens", "turns"])
 def shrink_kernel(low, x, token_slots, table, tokens, turns, inputs, width, part):
-    """One part of K of a tile's x A^T, for RANKS of the ranks; low is [splits, T, width] float32."""
+    """One part of K of a tile's x A^T, for RANKS ranks; low is [splits, T, width] float32."""
     dtype: tl.constexpr = x.dtype.element_ty
     line, left = _tile(token_slots, tokens, turns)
     first = tl.program_id(1) * _RANKS
@@ -157,7 +157,7 @@ def shrink_kernel(low, x, token_slots, table, tokens, turns, inputs, width, part
 
 @triton.jit
 def _times(value, factor, total):
-    """total + value * factor; bfloat16 factors meet float32 values in two parts, which have 16 bits between them."""
+    """total + value * factor; for bfloat16 factors, float32 values are split in two, which keeps 16 bits of each."""
     if factor.dtype == tl.bfloat16:
         high = value.to(tl.bfloat16)
         total = tl.dot(high, factor, total)
@@ -167,7 +167,7 @@ def _times(value, factor, total):
 
 @triton.jit(do_not_specialize=["tokens", "turns"])
 def expand_kernel(y, low, token_slots, table, tokens, turns, outputs, width, splits):
-    """What is added to COLUMNS of a tile's lines; low is what `shrink_kernel` left."""
+    """Add to COLUMNS columns of a tile's lines; `low` is the output of `shrink_kernel`."""
     dtype: tl.constexpr = y.dtype.element_ty
     line, left = _tile(token_slots, tokens, turns)
     column = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)

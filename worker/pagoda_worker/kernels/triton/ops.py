@@ -1,11 +1,11 @@
-"""The `triton` back end: CUDA devices, kernels compiled by Triton on first use, products by cuBLASLt through torch but
-for those of experts.
+"""The `triton` back end for CUDA devices: kernels compiled by Triton on first use, and products by cuBLASLt through
+torch, except those of experts.
 
-Tensors on the CPU are taken only where Triton interprets its kernels, which is how they are tested without a device.
+CPU tensors are accepted only if Triton interprets its kernels, which is how they are tested without a device.
 
-A packed linear layer is opaque to everyone else: quantised layers will be further types of it with their own `linear`,
-and a layer whose (N, K) cuBLASLt does not compute alike for every number of rows will be one that names a Triton
-product of fixed tiles. Until such a choice exists a row's bits may depend on the number of rows in its batch.
+A packed linear layer is opaque to its users: quantised layers will be further types with their own `linear`, and layers
+whose (N, K) cuBLASLt does not compute alike for every number of rows will use a Triton product with fixed tiles. Until
+then a row's bits may depend on the number of rows in its batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Packed(NamedTuple):
-    """A linear layer as torch takes it."""
+    """A linear layer in the form that torch takes."""
 
     weight: Tensor
     bias: Tensor | None
@@ -57,7 +57,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class TritonKVCache:
-    """A tile of keys of one head is one contiguous read. Layers are slices of one tensor, so a copy is one call."""
+    """One head's tile of keys is one contiguous read. Layers are slices of one tensor, so a block copy is one call."""
 
     shape: KVShape
     num_blocks: int
@@ -65,11 +65,11 @@ class TritonKVCache:
     storage: Tensor = field(repr=False)  # [num_layers, P, num_blocks, Hkv, block_size, D]; P: see KVShape.planes
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, [num_blocks, Hkv, block_size, D] each; of one plane, both."""
+        """Keys and values, [num_blocks, Hkv, block_size, D] each; both are the same tensor if there is one plane."""
         return self.storage[index, 0], self.storage[index, -1]
 
     def admit(self, batch: Batch) -> None:
-        """Nothing to clean: kernels read no cell that was not written since its block was given out."""
+        """Nothing to clean: kernels never read a cell that was not written since its block was allocated."""
 
     def inspect(self, batch: Batch, hidden: Tensor) -> None:
         """See `admit`."""
@@ -79,7 +79,7 @@ class TritonOps:
     name = "triton"
     capturable = True
     lookback = TILE - 1
-    batch_invariant = False  # cuBLASLt chooses a product by its number of rows
+    batch_invariant = False  # cuBLASLt chooses a kernel by the number of rows
     own_threads = False
     integer_linear = False
     keeps_latents_once = True
@@ -87,7 +87,8 @@ class TritonOps:
     def __init__(
         self, device: torch.device, tiles: Tiles, dtype: torch.dtype = torch.float32, cuts_show: bool = False
     ) -> None:
-        """`dtype`: what quantised weights become; `cuts_show`: how a prompt is cut shows in attention or experts."""
+        """`dtype`: to which quantised weights are converted; `cuts_show`: how a prompt is cut changes the bits of
+        attention or experts."""
         self.device = device
         self.tiles = tiles
         self.cuts_show = cuts_show
@@ -101,13 +102,13 @@ class TritonOps:
         return f"triton {triton.__version__} {attention} experts {DEPTH} {adapters}"
 
     def with_tiles(self, tiles: Tiles, cuts_show: bool = False) -> TritonOps:
-        """The same back end, cut otherwise."""
+        """The same back end with other tiles."""
         other = copy(self)
         other.tiles, other.cuts_show = tiles, cuts_show
         return other
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> Packed:
-        """In one sum, whatever the `segments`: cuBLASLt has an order of its own for every size of a shard."""
+        """Sums in one piece, ignoring `segments`: cuBLASLt uses another order for every shard size anyway."""
         if isinstance(weight, QuantizedWeight):
             weight = dequantize(weight).to(self._dtype)
         return Packed(weight.contiguous(), bias)
@@ -123,7 +124,7 @@ class TritonOps:
     fill_slot = staticmethod(low_rank.fill_slot)
 
     def linear(self, x: Tensor, packed: Packed, added: Added | None = None) -> Tensor:
-        """What is added comes after the layer's own rounding."""
+        """The adapters' part is added after the layer's own rounding."""
         y = F.linear(x, packed.weight, packed.bias)
         if added is not None:
             low_rank.add(y, x.contiguous(), added.slots, added.tokens.there)
@@ -154,7 +155,7 @@ class TritonOps:
         activation: str,
         beside: Beside | None = None,
     ) -> Tensor:
-        """Without a look at which experts are chosen, so that it can be recorded."""
+        """The host does not see which experts are chosen, so this can be recorded."""
         return through_experts(x, choose(logits, routing, packed.favour), packed, activation, beside, self.tiles)
 
     def pack_heads(self, weight: Tensor) -> Tensor:
@@ -224,7 +225,7 @@ class TritonOps:
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Raises BackendError for what only encoders ask for."""
+        """Raises BackendError for what only encoders need."""
         if bias is not None or not shape.causal:
             raise BackendError(f"kernels: {BIDIRECTIONAL}")
         return attend(query, kv.layer(layer), plan, shape, sinks)
@@ -255,7 +256,7 @@ class TritonOps:
         kv.storage.index_copy_(2, self._ids(block_ids), blocks.cells.to(self.device).permute(2, 1, 0, 3, 4, 5))
 
     def _ids(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
-        """Block ids on the device; the host does not wait for it."""
+        """Block ids on the device, copied without making the host wait."""
         ids = torch.tensor(values, dtype=torch.int64)
         return ids if self.device.type == "cpu" else ids.pin_memory().to(self.device, non_blocking=True)
 
@@ -267,11 +268,11 @@ class TritonOps:
 
 
 def _stacked(packed: Sequence[Packed]) -> Tensor | None:
-    """Their biases [E, N], which all have or none has."""
+    """Their biases [E, N]; either all have one or none has."""
     biases = [one.bias for one in packed if one.bias is not None]
     return torch.stack(biases) if biases else None
 
 
 def interpreted() -> bool:
-    """Whether this process runs Triton's kernels by its interpreter, on any device."""
+    """Whether this process runs Triton's kernels in its interpreter, on any device."""
     return bool(triton.knobs.runtime.interpret)

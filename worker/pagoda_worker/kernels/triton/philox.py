@@ -1,4 +1,4 @@
-"""`pagoda_worker.sampling.philox` as device code: the same bits, so that a row can draw without the host."""
+"""`pagoda_worker.sampling.philox` as device code, with the same bits, so that a row can draw without the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def uniform(seed, choice, position):
-    """float64 in [0, 1) with 53 random bits, for the bits of a 64-bit seed and two 32-bit numbers, all in int64."""
+    """A float64 in [0, 1) with 53 random bits, from a 64-bit seed and two 32-bit numbers, all passed as int64."""
     key = seed.to(tl.uint64, bitcast=True)
     zero = key * 0
     high, low, _, _ = philox4x32(

@@ -1,7 +1,7 @@
-"""Which tiles of lines a step's attention consists of: decided on the host, once per step and group size.
+"""Cuts a step's attention into tiles of lines, on the host, once per step and group size.
 
-Rows whose new tokens fit one low tile (decodes, short chunks) go there; the others are cut into high tiles that feed
-the tensor cores. What goes where changes no bits, so it is decided by speed alone.
+Rows whose new tokens fit one low tile (decodes, short chunks) use low tiles; the others are cut into high tiles, which
+feed the tensor cores. The choice changes no bits, so it is made for speed alone.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.kernels.triton.attention import SPLIT, Launch
 from pagoda_worker.rows.batch import Batch
 
-SHARED_BYTES = 99 * 1024  # what a program may have on every device since sm_80
-WAVES = 8  # of programs that fill the device, at most: a recorded step is made for contexts of any length
+SHARED_BYTES = 99 * 1024  # shared memory available to a program on every device since sm_80
+WAVES = 8  # the most waves of programs that fill the device: a recorded step must serve contexts of any length
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Lines of a tile; both are powers of two from 16 on.
+    """Heights of tiles in lines; `low` and `high` are powers of two, at least 16.
 
     Attributes:
-        low: For rows with few new tokens. Below 64, tensor cores take another instruction than for `high`.
-        high: For the others. float32, which tensor cores do not multiply, stays with `low`; beyond 128 dimensions per
-            head it is 64, for want of registers.
+        low: For rows with few new tokens. Below 64, tensor cores use another instruction than for `high`.
+        high: For the others. float32, which tensor cores do not multiply, uses `low`; beyond 128 dimensions per head
+            the limit is 64, for lack of registers.
         fill: Programs that fill the device; with fewer, the splits of low tiles get programs of their own.
-        shared_bytes: Shared memory that a program may have: as many tiles of keys are under way as fit. No bit changes.
+        shared_bytes: Shared memory of a program, which limits the tiles of keys in flight. Changes no bits.
     """
 
     low: int = 16
@@ -47,7 +47,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Work:
-    """Items [n, 4] of `attention`, of `lines` lines each, of which at most `used_lines` are used."""
+    """Work items [n, 4] (see `attention`) of `lines` lines each, at most `used_lines` of which are used."""
 
     items: Tensor
     lines: int
@@ -89,7 +89,7 @@ class Plan:
             capacity = high // group
             tiles = -(-counts[long_rows] // capacity)
             firsts = np.concatenate([np.arange(n, dtype=np.int32) for n in tiles]) * capacity
-            # The last tiles of a row have most keys: begun first, they do not finish last.
+            # The last tiles of a row have the most keys: start them first, so that they do not finish last.
             found.append((np.repeat(long_rows, tiles)[::-1], firsts[::-1], high, capacity * group))
         return [
             Work(self._upload(np.stack((row, starts[row], counts[row], first), 1)), lines, used)

@@ -1,4 +1,4 @@
-"""Work between the matrix products. A program computes one row (or one piece of fixed size of it), whatever the batch.
+"""Work between the matrix products. A program computes one row (or a fixed-size piece of one), whatever the batch.
 
 All arithmetic is float32, rounded once to the dtype of the result.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from pagoda_worker.kernels.ops import CLAMP, CLAMPED_GAIN, HeadNorm, Rotation
 
-PIECE = 1024  # elements of a row that one program of elementwise work computes
+PIECE = 1024  # elements of a row that one program of an elementwise kernel computes
 HEADS_PER_PROGRAM = 8
 
 _CLAMP: tl.constexpr = tl.constexpr(CLAMP)
@@ -23,7 +23,7 @@ def norm_kernel(
     out, total_out, x, residual, weight, bias, eps, width, weight_rows,
     ADD: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = norm(x) * weight + bias of one row; with ADD, of x + residual, which goes to total_out."""
+    """out = norm(x) * weight + bias of one row; with ADD, of x + residual, which is stored to total_out."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     here = at < width
@@ -49,13 +49,13 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         acted = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif ACTIVATION == "relu":
-        acted = tl.where(gate < 0.0, 0.0, gate)  # what is no number stays
+        acted = tl.where(gate < 0.0, 0.0, gate)  # propagates NaN
     else:
         tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "clamped")
         inner = gate
         if ACTIVATION == "gelu_tanh":  # x / 2 * (1 + tanh(y)) is x * sigmoid(2 y)
             inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        if ACTIVATION == "clamped":  # by comparisons that leave what is no number as it is
+        if ACTIVATION == "clamped":  # with comparisons that propagate NaN
             gate = tl.where(gate > _CLAMP, _CLAMP, gate)
             up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up)) + 1.0
             inner = _CLAMPED_GAIN * gate
@@ -90,7 +90,7 @@ def rope_write_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """GROUP heads of one token: query heads are turned in place, keys and, if it has two planes, values cached."""
+    """GROUP heads of one token: rotate query heads in place, and cache keys and, with two planes, values."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     half: tl.constexpr = D // 2
@@ -138,7 +138,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See Ops.add_rms_norm; the sum is left in x."""
+    """See Ops.add_rms_norm; the sum is stored in x."""
     x = x.contiguous()
     out = torch.empty_like(x)
     _norm(out, x, x, residual.contiguous(), (weight, None, eps), add=True)
@@ -156,7 +156,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See Ops.add_layer_norm; the sum is left in x."""
+    """See Ops.add_layer_norm; the sum is stored in x."""
     x = x.contiguous()
     out = torch.empty_like(x)
     _norm(out, x, x, residual.contiguous(), (weight, bias, eps), add=True, centred=True)

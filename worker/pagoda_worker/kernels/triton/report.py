@@ -1,4 +1,4 @@
-"""Log-probabilities on the device, as `logprobs` defines them: of the raw logits, ranks by descending logit and id."""
+"""Log-probabilities on the device, as `logprobs` defines them: of raw logits, ranks by descending logit, then id."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagoda_proto.params import MAX_LOGPROBS
 from pagoda_worker.kernels.triton.find import find, range_of, sort_key
 from pagoda_worker.kernels.triton.sampling import BINS, BLOCK, prepare, shift_of, weigh
 
-TOP = triton.next_power_of_2(MAX_LOGPROBS)  # one program for all of them
+TOP = triton.next_power_of_2(MAX_LOGPROBS)  # one compiled kernel for all values of num_top
 
 
 @triton.jit(do_not_specialize=["num_top"])
@@ -18,7 +18,7 @@ def report_kernel(
     out, first_ids, masses, sizes, listed, logits, tokens, ends, vocab, stride, slices, num_top,
     TOP: tl.constexpr, SLICES: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row. `listed` [R, V] and `first_ids` [R, TOP] int32 are room for ids."""
+    """One row. `listed` [R, V] and `first_ids` [R, TOP] int32 are scratch for ids."""
     row = tl.program_id(0).to(tl.int64)
     z_row, list_row, first_row = logits + row * stride, listed + row * vocab, first_ids + row * TOP
     mass_row, count_row = masses + row * BINS, sizes + row * BINS
@@ -47,7 +47,7 @@ def report_kernel(
         equals += tl.sum(equal.to(tl.int64), 0)
     tl.debug_barrier()
     lane = tl.arange(0, TOP)
-    known = (lane < num_top) & (lane < taken)  # fewer only where NaNs have no place in the order
+    known = (lane < num_top) & (lane < taken)  # fewer only if there are NaNs, which have no place in the order
     ids = tl.load(first_row + lane, mask=known, other=0)
     z = tl.load(z_row + ids, mask=known, other=float("-inf"))
     keys = sort_key(z)
@@ -63,10 +63,10 @@ def report_kernel(
 
 
 def report(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
-    """On `tokens` [R] int64 by the raw `logits` [R, V] float32 -> [R, 2 + 2 * num_top] float64.
+    """Report on `tokens` [R] int64 by the raw `logits` [R, V] float32 -> [R, 2 + 2 * num_top] float64.
 
-    A line is what `device_sampler.Chosen` says. `num_top` is at least 1 and at most V and MAX_LOGPROBS. A line of
-    logits without a finite maximum means nothing.
+    `device_sampler.Chosen` documents the lines. `num_top` is at least 1 and at most V and MAX_LOGPROBS. The result for
+    logits without a finite maximum is meaningless.
     """
     rows, vocab = logits.shape
     found = logits.new_empty((rows, 2 + 2 * num_top), dtype=torch.float64)

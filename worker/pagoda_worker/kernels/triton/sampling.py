@@ -1,16 +1,15 @@
-"""Sampling on the device, by the definition of `sampler`, without a sort.
+"""Sampling on the device, as `sampler` defines it, without a sort.
 
-Weights are whole numbers, exp((logit - top) / temperature) in units of 2**-s (s about 44). Sums of whole numbers are
-exact, so neither the number of programs nor the order of their atomics can show in a result. The price: a token's
-weight is off by up to one unit, and a draw that comes closer to a border between two tokens than the units of a row
-add up to (under 1e-8 of the mass for 150 000 tokens) may fall on the other side of it than the CPU's would.
+Weights are integers: exp((logit - top) / temperature) in units of 2**-s (s about 44). Integer sums are exact, so
+neither the number of programs nor the order of their atomics affects a result. The price: a token's weight is off by up
+to one unit, and a draw closer to the boundary between two tokens than a row's total rounding error (under 1e-8 of the
+mass for 150 000 tokens) may fall on the other side than on the CPU.
 
-Three launches: `prepare` changes the logits as the rows' lines say and finds their range; `weigh` makes a histogram of
-masses and counts over that range; `choose` finds tokens and brings the lines up to date. To *find* is: which is the
-first token, in descending logit and ascending id, whose cumulative mass (or count) exceeds a target? The histogram says
-in which bin; the tokens of the bin, a few hundred, are listed in order of id; bisection over their logits' bits finds
-the logit, and a division how many of its equals come before. top_k is a find by count, top_p and the draw are finds by
-mass.
+Three launches: `prepare` changes the logits as the rows' lines say and finds their range; `weigh` builds a histogram of
+masses and counts over that range; `choose` finds tokens and updates the lines. A *find* determines the first token, by
+descending logit and ascending id, whose cumulative mass (or count) exceeds a target. The histogram gives its bin; the
+tokens of the bin, a few hundred, are listed in order of id; bisection over their logits' bits finds the logit, and a
+division the number of equal tokens before it. top_k is a find by count; top_p and the draw are finds by mass.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _NONE_ALLOWED: tl.constexpr = tl.constexpr(NONE_ALLOWED)
 
 @triton.jit
 def penalties_of(reals, at):
-    """(repetition, frequency, presence) in float32, and whether they are any."""
+    """(repetition, frequency, presence) in float32, and whether any is in effect."""
     repetition = tl.load(reals + at + column.REPETITION).to(tl.float32)
     frequency = tl.load(reals + at + column.FREQUENCY).to(tl.float32)
     presence = tl.load(reals + at + column.PRESENCE).to(tl.float32)
@@ -52,11 +51,11 @@ def prepare_kernel(
     logits, ends, marks, masses, sizes, lines, numbers, reals, counts, allowed, edits,
     vocab, stride, words, edits_stride, PLAIN: tl.constexpr, SLICE: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """A slice of one row: change its logits in place and find their range; empty the histograms of a row that draws.
+    """A slice of one row: change its logits in place and find their range; clear the histograms of a row that draws.
 
     ends [2, rows, slices] float32: highest and lowest logit. marks [2, rows, slices] int32: the first id of the
-    highest; and 2 if there is a number beyond all bounds or none, plus 1 if the model gave any token a chance. PLAIN
-    rows have no lines: nothing changes, and they draw.
+    highest; and 2 if a logit is +inf or NaN, plus 1 if any logit of the model is above -inf. PLAIN rows have no lines:
+    their logits do not change, and they draw.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = part * SLICE + tl.arange(0, SLICE)
@@ -112,7 +111,7 @@ def weigh_kernel(
 ):  # fmt: skip
     """Add a slice of one row to its histograms: masses [R, BINS] int64, sizes [R, BINS] int32. Greedy rows have none.
 
-    Bins descend from the top in equal steps; the last one has every token of no mass. PLAIN rows have temperature 1.
+    Bins descend from the top in equal steps; the last one has all tokens without mass. PLAIN rows have temperature 1.
     """
     row = tl.program_id(0).to(tl.int64)
     heat = tl.full((), 1.0, tl.float64)
@@ -134,7 +133,7 @@ def choose_kernel(
     tokens, masses, sizes, listed, logits, ends, marks, lines, numbers, reals, counts, vocab, stride, slices,
     SLICES: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row's token, which becomes its line's latest output. `listed` [R, V] int32 is room for the ids of a bin."""
+    """One row's token, which becomes its line's latest output. `listed` [R, V] int32 is scratch for a bin's ids."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     line = tl.load(lines + row)
     at = line * column.WIDTH
@@ -171,7 +170,7 @@ def draw(
 ):  # fmt: skip
     """The token at the row's random number.
 
-    top_k, top_p and the draw are the same search one after the other: in a loop it is compiled once.
+    top_k, top_p and the draw are the same search, three times in a row: a loop compiles it only once.
     """
     z_row, list_row = logits + row * stride, listed + row * vocab
     mass_row, count_row = masses + row * BINS, sizes + row * BINS
@@ -200,7 +199,7 @@ def draw(
 
 @triton.jit
 def likely_mass(survivors, least, z_row, peak, heat, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The lesser of `survivors` and the mass of the tokens that weigh at least so much of the top one's weight."""
+    """The smaller of `survivors` and the mass of tokens whose weight is at least `least` of the top token's."""
     if least > 0.0:
         likely = tl.zeros([BLOCK], tl.int64)
         for start in range(0, vocab, BLOCK):
@@ -213,13 +212,13 @@ def likely_mass(survivors, least, z_row, peak, heat, vocab, SHIFT: tl.constexpr,
 
 
 def shift_of(vocab: int) -> int:
-    """Bits behind the point of a weight: as many as keep a row's sum below 2**62."""
+    """Fractional bits of a weight: as many as keep a row's sum below 2**62."""
     return 62 - max(1, (vocab - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Room:
-    """What the launches of a step tell each other: see `prepare_kernel`, `weigh_kernel` and `choose_kernel`."""
+    """What the launches of a step pass on: see `prepare_kernel`, `weigh_kernel` and `choose_kernel`."""
 
     ends: torch.Tensor
     marks: torch.Tensor
@@ -233,7 +232,7 @@ class Room:
 
 
 def prepare(logits: torch.Tensor, table: SamplingLines | None, lines: torch.Tensor, draws: bool) -> Room:
-    """Change `logits` [R, V] float32 as `lines` [R] int64 of the table say, and leave their ranges.
+    """Change `logits` [R, V] float32 as `lines` [R] int64 of the table say, and find their ranges.
 
     Without a table nothing changes. Unless there are `draws` (some row has a temperature), there are no histograms.
     """
@@ -255,7 +254,7 @@ def prepare(logits: torch.Tensor, table: SamplingLines | None, lines: torch.Tens
 
 
 def weigh(logits: torch.Tensor, room: Room, table: SamplingLines | None, lines: torch.Tensor) -> None:
-    """Fill the histograms; without a table at temperature 1."""
+    """Fill the histograms; without a table, at temperature 1."""
     rows, vocab = logits.shape
     weigh_kernel[(rows, room.slices)](
         room.masses, room.sizes, logits, room.ends, lines, lines if table is None else table.reals, vocab,

@@ -1,12 +1,12 @@
-"""What rows ask of sampling and how far they have come, on the device: a line per row, the same one in every table.
+"""The rows' sampling parameters and state on the device: one line per row, at the same index in every table.
 
-The host writes a line when it first sees the row; `sampling` then brings it up to date with every token it chooses, so
-no token has to come back before the next can be chosen, except of rows with a grammar: what may come next, the host
-finds in their outputs, and sends as bits, in one copy for all such rows of a step. Nothing is said of rows that have
-ended: a line is only ever written over.
+The host writes a line when it first sees the row; `sampling` then updates it with every token it chooses, so no token
+has to return to the host before the next can be chosen. Rows with a grammar are the exception: the host derives from
+their outputs which tokens may come next and sends them as bit masks, in one copy for all such rows of a step. The
+device is not told when rows end: their lines are simply overwritten later.
 
-The tables are as large as they ever get, so that they are in the memory plan and no step can fail for want of them. Of
-their bytes nearly all are counts, 4 per row and token: 156 MB for 256 rows and a vocabulary of 152 000.
+The tables are allocated at full size, so that they are in the memory plan and no step can fail for lack of them. Nearly
+all of their bytes are counts, 4 per row and vocabulary entry: 156 MB for 256 rows and a vocabulary of 152 000.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pagoda_worker.sampling.device_sampler import Upload
 Edits = NDArray[np.int32]
 Words = list[tuple[int, ...]]
 
-# What a line of `SamplingLines.numbers` has, 8 bytes each, and how device code calls it.
+# The columns of a line of `SamplingLines.numbers`, 8 bytes each, and their names in device code.
 COLUMNS = (
     ("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "u8"), ("choice", "i8"),
     ("repetition", "f8"), ("frequency", "f8"), ("presence", "f8"), ("allowed", "i8"), ("edited", "i8"),
@@ -40,9 +40,9 @@ LINE = np.dtype(list(COLUMNS))
 ) = (tl.constexpr(column) for column in range(len(COLUMNS)))  # fmt: skip
 WIDTH: tl.constexpr = tl.constexpr(len(COLUMNS))
 
-IN_PROMPT = 1 << 30  # added to a token's count if only the prompt had it when the line was written
-ALWAYS, EARLY, NEVER = -1, -2, -3  # in place of the token that an edit comes after
-MAX_EDITS = MAX_LOGIT_BIAS + MAX_BAD_WORDS + MAX_STOP_TOKEN_IDS + 64  # the rest are ends of sequence
+IN_PROMPT = 1 << 30  # the count of a token that was only in the prompt when the line was written; outputs are added
+ALWAYS, EARLY, NEVER = -1, -2, -3  # in place of the token that an edit applies after
+MAX_EDITS = MAX_LOGIT_BIAS + MAX_BAD_WORDS + MAX_STOP_TOKEN_IDS + 64  # 64 for end-of-sequence tokens
 
 
 class SamplingLines:
@@ -50,13 +50,13 @@ class SamplingLines:
 
     Attributes:
         numbers: [L, WIDTH] int64, a LINE each; `reals` is the same memory as float64. `position` counts the outputs,
-            `last` is the latest (NEVER if there is none); both are the device's to advance, like `counts`.
-        counts: [L, V] int32, how often a token is in the output, plus IN_PROMPT; of rows with penalties.
-        allowed: [L, ceil(V / 32)] int32 bit masks, lowest bit first; of rows that have `allowed` set. With a grammar
-            it is that of one position.
-        edits: [L, 1 + 3 * MAX_EDITS] int32, of rows that have `edited` set: their number, then of each the token, the
-            float32 bits of what is added to its logit (-inf forbids it), and when: after this last output, ALWAYS, or
-            EARLY, that is before `min_tokens` outputs.
+            `last` is the latest (NEVER if there is none); the device advances both, and `counts`.
+        counts: [L, V] int32, occurrences of each token in the output, plus IN_PROMPT; for rows with penalties.
+        allowed: [L, ceil(V / 32)] int32 bit masks, lowest bit first; for rows with `allowed` set. With a grammar the
+            mask holds for one position.
+        edits: [L, 1 + 3 * MAX_EDITS] int32, for rows with `edited` set: the number of edits, then for each the token,
+            the float32 bits of the number added to its logit (-inf forbids it), and when it applies: after this last
+            output, ALWAYS, or EARLY, that is before `min_tokens` outputs.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, upload: Upload) -> None:
@@ -74,7 +74,7 @@ class SamplingLines:
         return len(self.numbers)
 
     def write(self, lines: Sequence[int], rows: Sequence[Row]) -> None:
-        """Give distinct `lines` to `rows`, of which the host knows all outputs, or which have no processing."""
+        """Write `rows` to distinct `lines`. The host must know all outputs of rows with processing."""
         packed = np.array([_line_of(row) for row in rows], LINE).view(np.int64)
         there = self._upload(torch.from_numpy(np.concatenate((np.array(lines), packed))))
         self.numbers.index_copy_(0, there[: len(lines)], there[len(lines) :].view(len(lines), -1))
@@ -88,7 +88,7 @@ class SamplingLines:
         self._fill(self.edits[line], np.concatenate((np.array([len(edits)], np.int32), edits.ravel())))
 
     def write_masks(self, lines: Sequence[int], rows: Sequence[Row]) -> None:
-        """Have the lines know what their rows' grammars leave the next token. The host knows all outputs of these."""
+        """Write what the rows' grammars allow as the next token. The host must know all outputs of these rows."""
         masks = np.zeros((len(rows), 1 + self.allowed.shape[1]), np.int32)
         masks[:, 0] = lines
         for mask, row in zip(masks[:, 1:], rows, strict=True):
@@ -131,7 +131,7 @@ def _line_of(row: Row) -> tuple[float, ...]:
 
 
 def num_edits(processing: Processing) -> int:
-    """As many as `edits_of` can be."""
+    """The most edits that `edits_of` can return."""
     return len(processing.bias_ids) + len(processing.params.bad_words_token_ids) + len(processing.ending)
 
 
@@ -141,15 +141,15 @@ def shifts(processing: Processing) -> bool:
 
 
 def near_words(processing: Processing, outputs: Ids) -> Words:
-    """The bad words that the token after `outputs` may complete, if the last of these, not looked at, is the right one.
+    """The bad words that the token after `outputs` may complete, depending on the last of these, which is ignored here.
 
-    For words of one and two tokens that is always so.
+    Words of one and two tokens are always among them.
     """
     return [w for w in processing.params.bad_words_token_ids if len(w) == 1 or completes(w[:-1], outputs[:-1])]
 
 
 def edits_of(processing: Processing, words: Words) -> Edits:
-    """The edits [n, 3] of a token that must not complete any of these `near_words`."""
+    """The edits [n, 3] for a token that must not complete any of these `near_words`."""
     parts = (
         (processing.bias_ids, processing.bias, ALWAYS),
         ([w[-1] for w in words], -np.inf, [w[-2] if len(w) > 1 else ALWAYS for w in words]),

@@ -1,8 +1,8 @@
-"""Before a worker serves: do the kernels compute on this device what they should, bit for bit where bits are promised?
+"""Checks, before a worker serves, that the kernels compute correctly on this device, and bit for bit where promised.
 
-The yardstick is the reference back end in float64 on the CPU. Attention is asked for the bits of one row in several
-cuts, and experts for those of tokens in several batches, which compares low tiles with high ones and split programs
-with walking ones: a device whose tensor cores sum in another order for another height of tile is found here.
+The reference back end in float64 on the CPU gives the expected results. Attention is computed for one row in several
+cuts, and experts for tokens in several batches, and the bits are compared: low tiles against high ones, and split
+programs against walking ones. This detects devices whose tensor cores sum in another order for another tile height.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ ROWS, HIDDEN, OUT, BLOCK = 5, 96, 40, 16
 RANKS = (3, 20)
 HEADS, KV_HEADS, DEFAULT_DIM = 6, 2, 64
 LENGTH = 300  # beyond one split
-CHUNKS = [(3, 4), (200, 201), (201, 204), (255, 257), (220, 260), (299, 300)]  # short ones go to low tiles
+CHUNKS = [(3, 4), (200, 201), (201, 204), (255, 257), (220, 260), (299, 300)]  # short ones use low tiles
 EXPERTS = Routing(experts=3, chosen=2, renormalised=True)
 TOKENS, INPUTS, WIDTH = 60, 512, 96  # enough tokens for high tiles
 BATCHES = [(0, 1), (1, 18), (30, 60)]  # few enough for low ones
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.005, torch.float32: 1e-4}
 CPU = torch.device("cpu")
 Samples = list[Sample | Fault]
-VOCAB = 5000  # beyond one slice, and beyond the ids that are asked for; a model's own where it is larger
+VOCAB = 5000  # beyond one slice, and beyond the ids used below; the model's own vocabulary is used if it is larger
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 5},
     {"temperature": 1.7, "logprobs": 0},
@@ -56,19 +56,19 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
     {"allowed_token_ids": tuple(range(0, 970, 97)), "logit_bias": {97: 2.0}, "bad_words_token_ids": ((0,), (97, 97))},
     {"allowed_token_ids": (7,), "min_tokens": 2, "stop_token_ids": (7,)},
-    {},  # no numbers
+    {},  # its logits are given a NaN
 ]
 
 
 class Verdict(NamedTuple):
-    """Of kernels on this device: what is wrong with them, and what of their bits depends on how a prompt is cut."""
+    """What is wrong with the kernels on this device, and which of their results depend on how a prompt is cut."""
 
     wrong: str | None = None
     varies: str | None = None
 
 
 def verdict(ops: TritonOps, needs: Needs) -> Verdict:
-    """Raises whatever the compiler and the driver do."""
+    """Raises whatever the compiler and the driver raise."""
     with torch.inference_mode():
         generator = torch.Generator().manual_seed(1)
         wrong = _row_problem(ops, needs.dtype, generator)
@@ -97,7 +97,7 @@ def _row_problem(ops: TritonOps, dtype: torch.dtype, generator: torch.Generator)
 
 
 def _adapter_problem(ops: TritonOps, dtype: torch.dtype, generator: torch.Generator) -> str | None:
-    """Lines of two adapters and of none, beside nothing else; together, and each alone."""
+    """Lines of two adapters and of none, on a layer of zeros; together, and each alone."""
     slots = np.array([1, NO_ADAPTER, 0, 1, 0], np.int32)
     x, adapters = torch.randn(ROWS, HIDDEN, generator=generator).to(dtype), _adapters(dtype, generator)
     plain, nothing = ReferenceOps(CPU), torch.zeros(OUT, HIDDEN)
@@ -185,7 +185,7 @@ def _verdict_of(ops: TritonOps, shape: AttentionShape, block_size: int, qkv: tor
 def _written(
     ops: Ops, qkv: torch.Tensor, attention: AttentionShape, block_size: int, planes: int
 ) -> tuple[torch.Tensor, Any]:
-    """One row of LENGTH, turned: its queries, and a cache of its keys and values, or of keys that are both."""
+    """One row of LENGTH, rotated: its queries, and a cache of its keys and values, or of keys that are also values."""
     device, dim = ops.device, attention.head_dim
     heads = attention.num_kv_heads
     shape = KVShape(num_layers=1, num_kv_heads=heads, head_dim=dim, dtype=qkv.dtype, planes=planes)
@@ -198,14 +198,14 @@ def _written(
 def _attend(
     ops: Ops, query: torch.Tensor, kv: Any, attention: AttentionShape, chunks: list[tuple[int, int]]
 ) -> torch.Tensor:
-    """Tokens [start, end) of the row, each chunk as a row of the batch."""
+    """Attention of tokens [start, end) of the row, with each chunk as a row of the batch."""
     blocks = torch.arange(kv.num_blocks, dtype=torch.int32, device=ops.device)
     batch = batch_of_spans(chunks, blocks.repeat(len(chunks), 1))
     return ops.attend(query[batch.positions], kv, 0, ops.plan(batch, kv), attention)
 
 
 def sampling_problem(ops: TritonOps, needs: Needs) -> str | None:
-    """What is wrong with tokens and log-probabilities in two steps of which the host learns nothing in between."""
+    """What is wrong with the tokens and log-probabilities of two steps, if the host learns nothing in between."""
     try:
         got, expected = guarded("sampling", lambda: _sampled(ops, max(needs.vocab_size, VOCAB)))
     except BackendError as error:
@@ -215,7 +215,7 @@ def sampling_problem(ops: TritonOps, needs: Needs) -> str | None:
 
 
 def _sampled(ops: TritonOps, vocab: int) -> tuple[list[Samples], list[Samples]]:
-    """Of each step: what the device chooses, and what it should."""
+    """What the device chooses in each step, and what it should choose."""
     device, generator = ops.device, torch.Generator().manual_seed(1)
     there, here = _asking_rows(), _asking_rows()
     chosen, expected = [], []
