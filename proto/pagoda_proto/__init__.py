@@ -1,1 +1,1 @@
-"""What crosses the borders between processes."""
+"""Everything that crosses the borders between processes."""

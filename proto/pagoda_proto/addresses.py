@@ -1,5 +1,5 @@
-"""What is on this machine: addresses that nobody else can reach, which alone a link may have without keys, and process
-ids, which mean the same only under one host id."""
+"""What is local to this machine: addresses that no other host can reach, the only ones allowed for links without keys,
+and the host id, within which process ids have one meaning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_SOCKET_PATH_BYTES = 107
 
 
 def is_loopback(host: str) -> bool:
-    """`host` without a port; an IPv6 address with or without its brackets. Other names are not resolved."""
+    """Whether `host` is a loopback address. No port; IPv6 with or without brackets. Other names are not resolved."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

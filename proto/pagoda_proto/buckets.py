@@ -1,4 +1,4 @@
-"""Buckets of histograms that two tiers have, the ones of vLLM, so that they can be laid over each other."""
+"""Buckets of histograms that two tiers export. They are vLLM's, so that the graphs can be compared."""
 
 from __future__ import annotations
 

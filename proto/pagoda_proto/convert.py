@@ -1,4 +1,4 @@
-"""Protobuf <-> structs, the only converter here. Inbound values are validated by the struct they become."""
+"""The only converter between protobuf messages and structs. The structs validate inbound values."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _pool_from_pb(message: pb.Pool) -> Pool:
 
 
 def _task_from_pb(message: pb.RequestRecord) -> Task:
-    """Raises InvalidParams when the parameters are not valid, or the task is none that is known here."""
+    """Raises InvalidParams if the parameters are invalid or the task is unknown here."""
     match message.WhichOneof("task"):
         case "generate":
             return _generate_from_pb(message.generate)
@@ -116,7 +116,7 @@ def record_to_pb(record: RequestRecord) -> pb.RequestRecord:
 
 
 def record_from_pb(message: pb.RequestRecord) -> RequestRecord:
-    """Raises InvalidParams when the parameters are not valid, or the task is none that is known here."""
+    """Raises InvalidParams if the parameters are invalid or the task is unknown here."""
     return RequestRecord(
         request_id=message.request_id,
         prompt_token_ids=list(message.prompt_token_ids),
@@ -182,7 +182,7 @@ def delta_to_pb(delta: Delta) -> pb.Delta:
 
 
 def write_delta(delta: Delta, message: pb.Delta) -> None:
-    """Fill in an empty message. Every token that leaves comes by here, and few deltas have more than tokens."""
+    """Fill in an empty message. On the path of every token sent in a delta; most deltas have only tokens."""
     message.request_id = delta.request_id
     message.attempt = delta.attempt
     message.choice = delta.choice
@@ -224,8 +224,7 @@ def write_next_tokens(tokens: NextTokens, message: pb.NextTokens) -> None:
 
 
 def delta_from_pb(message: pb.Delta) -> Delta:
-    """A result, finish reason or error code of another version costs its own request its meaning, and nobody the
-    session."""
+    """A result, finish reason or error code from another version only makes its own request fail, not the session."""
     known = message.finish_reason in _REASON_FROM_PB and message.WhichOneof("result") is not None
     return Delta(
         request_id=message.request_id,

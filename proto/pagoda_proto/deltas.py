@@ -1,7 +1,7 @@
-"""What one reader has not taken yet: at most one delta per choice, however long it does not read.
+"""Output that one reader has not taken yet: at most one delta per choice, however long it does not read.
 
-One ordering rule: *who has news last stands last*. A request's ending comes with its last news, so the delta that
-carries it is the last of its request, and a receiver may stop reading a request there.
+Deltas are ordered by their latest addition. A request's ending comes with its last output, so the delta that carries it
+is the last of its request, and a receiver may stop reading the request there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LATER_WINS = ("finish_reason", "error_code", "usage", "ledger")
 
 
 class WaitingDeltas:
-    """Owns the deltas it is given: they are extended in place. `num_numbers` is what they weigh together."""
+    """Owns the deltas it is given, and extends them in place. `num_numbers` is their total weight."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[str, int], Delta] = {}  # by request and choice
@@ -31,13 +31,13 @@ class WaitingDeltas:
         return (stream.request_id, stream.choice) in self._waiting
 
     def add(self, delta: Delta) -> None:
-        """Deltas of one choice have to be given in order; one that does not follow what waits, because it is of another
-        attempt, takes its place: the earlier attempt is nobody's any more."""
+        """Add a delta; those of one choice must come in order. One that does not continue the waiting delta belongs to
+        another attempt and replaces it, because the earlier attempt is void."""
         key = (delta.request_id, delta.choice)
         waiting = self._waiting.pop(key, None)
         self.num_numbers += count_numbers(delta)
         if waiting is not None and _follows(delta.result, waiting.result):
-            self.num_numbers -= 1  # two are one
+            self.num_numbers -= 1  # merged into one
             _extend(waiting, delta)
             delta = waiting
         elif waiting is not None:
@@ -45,8 +45,7 @@ class WaitingDeltas:
         self._waiting[key] = delta
 
     def take(self, most_numbers: float = math.inf) -> list[Delta]:
-        """What waits, in order, as far as it weighs no more than that, but one delta at least; it does not wait
-        afterwards."""
+        """Remove and return waiting deltas, in order, up to a total weight of `most_numbers`, but at least one."""
         if self.num_numbers <= most_numbers:
             taken = self.all()
             self._waiting.clear()
@@ -65,16 +64,16 @@ class WaitingDeltas:
             yield self._waiting.pop(key)
 
     def all(self) -> list[Delta]:
-        """What `take` would give; it stays, and is not to be changed."""
+        """What `take` would return, without removing it; not to be changed."""
         return list(self._waiting.values())
 
     def last(self) -> Delta:
-        """The delta that stands last, to be changed in place. Raises StopIteration when nothing waits."""
+        """The last delta, which may be changed in place. Raises StopIteration if nothing waits."""
         return next(reversed(self._waiting.values()))
 
 
 def count_numbers(delta: Delta) -> int:
-    """Token ids, log-probabilities and numbers of vectors: about what a delta weighs."""
+    """The approximate weight of a delta: its token ids, log-probabilities and vector elements."""
     tokens = delta.result
     if not isinstance(tokens, Tokens):
         return 1 + len(tokens.data) // FLOAT_BYTES
@@ -97,7 +96,7 @@ def _extend(first: Delta, then: Delta) -> None:
 
 def _follows(tokens: Result, before: Result) -> bool:
     if not (isinstance(tokens, Tokens) and isinstance(before, Tokens)):
-        return False  # a prompt is read at once
+        return False  # pooled output comes in one delta
     return before.first_index + len(before.token_ids) == tokens.first_index
 
 

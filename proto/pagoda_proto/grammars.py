@@ -1,8 +1,8 @@
-"""What output may look like, as one string on every wire: a grammar as llguidance reads it.
+"""The structure that output must have, as one string on every wire: a grammar in llguidance's format.
 
-Whoever has a schema, a regular expression or a list of words makes it such a string here, once; nobody else reads it
-but those who compile it. `LIMITS` are what both of them compile under. They count work and not time, so that a grammar
-is refused, and a row fails, in the same place wherever and however often it is computed.
+A schema, a regular expression or a list of words is converted to such a string here, once; only the checker and the
+workers, which compile it, read it. Both compile under `LIMITS`, which count work, not time, so that a grammar is
+refused, or a row fails, at the same point wherever and however often it is computed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Limits(TypedDict):
 
 LIMITS: Limits = {
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,  # of one mask: about 14 ms
+    "step_lexer_fuel": 200_000,  # for one mask: about 14 ms
     "step_max_items": 50_000,
-    "max_items_in_row": 500,  # what an ambiguous grammar costs grows with its square
+    "max_items_in_row": 500,  # the cost of an ambiguous grammar grows with its square
     "max_lexer_states": 50_000,  # 1 to 2 kB each
     "max_grammar_size": 250_000,
-    "verbose_errors": False,  # they would show what the client wrote
+    "verbose_errors": False,  # they would quote the client's grammar
 }
 MAX_REGEX_CHARS = 4096
 MAX_CHOICES = 1024
 
-# Keywords of JSON schemas that no grammar is made of; tests hold llguidance to it.
+# Keywords of JSON schemas that llguidance does not compile; tests check this list against it.
 UNSUPPORTED = frozenset({
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames",
     "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems",
@@ -46,21 +46,21 @@ UNSUPPORTED = frozenset({
 NAMED_SCHEMAS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )  # names to schemas
-PLAIN_VALUES = frozenset({"enum", "const", "default", "examples", "x-guidance"})  # values that are no schemas
+PLAIN_VALUES = frozenset({"enum", "const", "default", "examples", "x-guidance"})  # values that are not schemas
 FORMATS = frozenset({
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
     "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
 })  # fmt: skip
-"""Those that JSON Schema defines. Others are notes of whoever wrote them, which it says nobody is held to."""
+"""The formats that JSON Schema defines. It treats others as annotations, which need not be enforced."""
 WHITE_SPACE = r" |\r?\n[ \t]{0,64}"
 _TO_ESCAPE = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 def json_schema(schema: dict[str, Any]) -> str:
-    """JSON that the schema admits; its properties stand in the order of the schema's.
+    """JSON that the schema admits, with properties in the schema's order.
 
-    Between its parts there is a space, or a line break and what indents the next line, or nothing: a model that is free
-    to write white space may never stop. A schema with llguidance's `x-guidance` says for itself.
+    Between tokens there may be a space, or a line break and indentation, or nothing, because a model that may write
+    white space freely may never stop. A schema with llguidance's `x-guidance` makes its own rules.
     """
     return _written([schema_part(schema)])
 
@@ -71,7 +71,7 @@ def schema_part(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def written(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, with how much white space there may be, and without formats that are notes."""
+    """The schema, with a limit on white space and without formats that are only annotations."""
     told: dict[str, Any] = _without_notes(schema)
     return {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} | told
 
@@ -98,7 +98,7 @@ def json_object() -> str:
 
 
 def regex(pattern: str) -> str:
-    """What the pattern matches as a whole."""
+    """Text that the whole pattern matches."""
     return lark(f"start: {slashed(pattern)}")
 
 
@@ -108,24 +108,23 @@ def choice(texts: Sequence[str]) -> str:
 
 
 def lark(grammar: str) -> str:
-    """What the rule `start` of this grammar derives."""
+    """Text that the rule `start` of this grammar derives."""
     return _written([{"lark_grammar": grammar}])
 
 
 def composed(grammar: str, parts: Sequence[dict[str, Any]]) -> str:
-    """What the rule `start` derives, where `@name` stands for the part of this name."""
+    """Text that the rule `start` derives, where `@name` stands for the part with that name."""
     return _written([{"lark_grammar": grammar}, *parts])
 
 
 def parts_of(grammar: str) -> list[dict[str, Any]]:
-    """What a grammar made here is composed of; the first one is where it starts."""
+    """The parts of a grammar made here; it starts with the first."""
     parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
     return parts
 
 
 def places(schema: Any, keywords: AbstractSet[str], value_is: Any = None, at: str = "") -> Iterator[str]:
-    """JSON pointers of where one of these stands as a keyword, with this value if one is given, in the order of the
-    schema."""
+    """JSON pointers to these keywords in the schema, in its order; if `value_is` is given, only with that value."""
     if isinstance(schema, list):
         for i, item in enumerate(schema):
             yield from places(item, keywords, value_is, f"{at}/{i}")
@@ -147,22 +146,22 @@ def _written(parts: Sequence[dict[str, Any]]) -> str:
 
 
 def check_lark(grammar: Any) -> Any:
-    """Raises ValueError for the other way to write rules. What is no text is left to others."""
+    """Raises ValueError for rules in GBNF's style ('::='). Other checks handle values that are not text."""
     if isinstance(grammar, str) and "::=" in grammar:
         raise ValueError("rules are written with ':' here (Lark as llguidance reads it), not with '::='")
     return grammar
 
 
 def quoted(text: str) -> str:
-    """A text as Lark writes it."""
+    """A text as a Lark string."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def slashed(pattern: str) -> str:
-    """A regular expression as Lark writes it."""
+    """A regular expression in Lark's syntax."""
     return f"/{_TO_ESCAPE.sub(_escaped, pattern)}/"
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """As it stands between slashes, on one line."""
+    """The form between slashes, on one line."""
     return {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(found.group(), found.group())

@@ -1,12 +1,12 @@
-"""Keys for links that leave the host, one flat directory per role, as `pagoda keygen` writes and a Secret mounts them.
+"""Keys for links between hosts: one flat directory per role, as `pagoda keygen` writes it and a Secret mounts it.
 
     engine-core/   ca.crt tls.crt tls.key     curve.public curve.secret   worker*.public (the workers it admits)
     gateway/       ca.crt tls.crt tls.key
     worker/        curve.public curve.secret  engine-core.public
 
-gRPC between gateway and engine core is mutual TLS under a CA of its own: whoever holds a certificate of that CA is let
-in, or of any of several that `ca.crt` holds. ZMQ between engine core and worker is CURVE
-(https://rfc.zeromq.org/spec/26/) with an allowlist of public keys.
+gRPC between gateway and engine core uses mutual TLS under its own CA: any peer with a certificate of a CA in `ca.crt`
+(which may hold several) is admitted. ZMQ between engine core and worker uses CURVE (https://rfc.zeromq.org/spec/26/)
+with an allowlist of public keys.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 DAY_S = 86_400.0
-WARNED_S = 30 * DAY_S  # before certificates end
-TLS_SERVER_NAME = "pagoda-engine-core"  # the name in the engine core's certificate, whatever address it has
+WARNED_S = 30 * DAY_S  # before certificates expire
+TLS_SERVER_NAME = "pagoda-engine-core"  # in the engine core's certificate, whatever its address
 
 
 class KeyFileError(ValueError):
@@ -31,7 +31,7 @@ class KeyFileError(ValueError):
 
 
 class Term(NamedTuple):
-    """From when to when the certificates of `file` hold, in seconds since the epoch."""
+    """The validity period of the certificates in `file`, in seconds since the epoch."""
 
     file: Path
     not_before: float
@@ -46,7 +46,7 @@ class Term(NamedTuple):
 
 
 class TlsKeys(NamedTuple):
-    """PEM bytes. `term` is that of our own certificate, or of its authority where that ends sooner."""
+    """PEM bytes. `term` is that of our own certificate, or of its authority if that expires sooner."""
 
     ca: bytes
     certificate: bytes
@@ -54,14 +54,14 @@ class TlsKeys(NamedTuple):
     term: Term
 
     def warning(self, now: float) -> str | None:
-        """What to tell an operator of their end; None while that is far. `now` is in seconds since the epoch."""
+        """A warning about their expiry; None while it is far off. `now` is in seconds since the epoch."""
         if now < self.term.not_after - WARNED_S:
             return None
         end = f"its certificate ends on {_date(self.term.not_after)}, and from then on no link is made"
         return self.term.problem(now) or f"{self.term.file}: {end}"
 
     async def tell_of_the_end(self, log: logging.Logger) -> None:
-        """While it is near: at start, and then daily."""
+        """Log the warning, if there is one, at startup and then daily."""
         while True:
             if warning := self.warning(time.time()):
                 log.warning("%s", warning)
@@ -77,25 +77,25 @@ class CurveKeys(NamedTuple):
 
 
 def load_tls(keys_dir: str, now: float | None = None) -> TlsKeys:
-    """`now`, in seconds since the epoch, is the clock's where it is not given.
+    """`now`, in seconds since the epoch, defaults to the current time.
 
     Raises:
-        KeyFileError: a file is missing, does not hold what its name says, is of another pair, or not of this time.
+        KeyFileError: a file is missing, does not hold what its name says, is of another pair, or not valid now.
     """
     ca, certificate, private_key = (Path(keys_dir) / name for name in ("ca.crt", "tls.crt", "tls.key"))
     pem = _pem(ca), _pem(certificate), _pem(private_key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # what it says of them gRPC would not
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # for its errors, which gRPC would not report
     try:
         context.load_verify_locations(ca)
     except OSError as error:
         raise KeyFileError(f"{ca} holds no certificate that can be used: {error}") from error
     try:
-        context.load_cert_chain(certificate, private_key, password="")  # else it asks a terminal
+        context.load_cert_chain(certificate, private_key, password="")  # or it prompts on the terminal
     except OSError as error:
         raise KeyFileError(f"{certificate} and {private_key} are no pair that can be used: {error}") from error
     authorities, chain = _terms(ca, pem[0]), _terms(certificate, pem[1])
     now = time.time() if now is None else now
-    good = [term for term in authorities if term.problem(now) is None]  # of several one is enough
+    good = [term for term in authorities if term.problem(now) is None]  # one of several is enough
     authority = max(good or authorities, key=lambda term: term.not_after)
     own = Term(certificate, max(term.not_before for term in chain), min(term.not_after for term in chain))
     for term in (own, authority):
@@ -140,7 +140,7 @@ def _date(at: float) -> str:
 
 
 def _terms(path: Path, pem: bytes) -> list[Term]:
-    """Of every certificate in a file that TLS could read."""
+    """The validity periods of all certificates in a file that TLS could read."""
     blocks = re.findall(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", pem, re.DOTALL)
     try:
         terms = [Term(path, *_validity(ssl.PEM_cert_to_DER_cert(block.decode("ascii")))) for block in blocks]
@@ -155,8 +155,8 @@ _VERSION, _UTC_TIME = 0xA0, 0x17  # tags
 
 
 def _validity(der: bytes) -> tuple[float, float]:
-    """When a certificate (RFC 5280) begins and ends to hold, which the library of TLS does not tell of any but a
-    peer's. Raises ValueError or IndexError for what is none."""
+    """The validity period of a certificate (RFC 5280), which the TLS library reports only for a peer's. Raises
+    ValueError or IndexError if it is not a certificate."""
     certificate = _parts(der)[0][1]
     fields = [content for tag, content in _parts(_parts(certificate)[0][1]) if tag != _VERSION]
     _serial, _algorithm, _issuer, validity = fields[:4]
@@ -165,13 +165,13 @@ def _validity(der: bytes) -> tuple[float, float]:
 
 
 def _parts(der: bytes) -> list[tuple[int, bytes]]:
-    """Tags and contents of values in a row."""
+    """Tags and contents of consecutive DER values."""
 
     def walk() -> Iterator[tuple[int, bytes]]:
         at = 0
         while at < len(der):
             tag, length, at = der[at], der[at + 1], at + 2
-            if length >= 0x80:  # then so many bytes say it
+            if length >= 0x80:  # the length is in this many bytes
                 width = length & 0x7F
                 length, at = int.from_bytes(der[at : at + width], "big"), at + width
             yield tag, der[at : at + length]
@@ -181,19 +181,19 @@ def _parts(der: bytes) -> list[tuple[int, bytes]]:
 
 
 def _instant(tag: int, text: str) -> float:
-    """A year of two digits is of 1950 to 2049."""
+    """Parse a time. A two-digit year means 1950 to 2049."""
     century = "" if tag != _UTC_TIME else "19" if text >= "50" else "20"
     return datetime.strptime(century + text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
 
 
 def _z85(path: Path) -> tuple[bytes, bytes]:
-    """The key, and the public one that belongs to it if it is a secret one."""
-    import zmq  # not where gateways would load it, who have none
+    """The key, and the public key that belongs to it if it is a secret one."""
+    import zmq  # here, as gateways have no CURVE keys and should not load it
 
     content = _read(path).strip()
     if len(content) != 40:
         raise KeyFileError(f"{path} is not a CURVE key: 40 characters expected, got {len(content)}")
     try:
         return content, zmq.curve_public(content)
-    except zmq.ZMQError as error:  # from the one who is going to take it, so it takes what passes here
+    except zmq.ZMQError as error:  # libzmq itself checks, so it accepts what passes here
         raise KeyFileError(f"{path} is not a CURVE key: its 40 characters are not Z85") from error

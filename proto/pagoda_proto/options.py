@@ -1,7 +1,7 @@
-"""An option is one field of a frozen config: its default, one line of help and its rule are said once, here.
+"""An option is one field of a frozen config, which defines its default, one line of help and its rule.
 
-Flags, environment, YAML, the JSON schema, help and the check all read it from the field. Every number has a least and a
-greatest value, so that none which makes no sense gets any further than the line that names it.
+Flags, environment, YAML, the JSON schema, help and validation all derive from the field. Every number has a minimum and
+a maximum, so nonsensical values are rejected where they are given.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 
 class Rule(NamedTuple):
     """What an option's value must be: a number from `least` to `most`, or one of `words`; any text without either.
-    `unset` is a number beside those that stands for what nobody said.
+    `unset` is a number outside that range which means "not set".
 
-    `required`: a process that stands alone cannot do without it. `secret`: it is shown nowhere, and goes to a
-    process by its environment, which only its owner can read, never by a flag. `several`: a flag may have several
-    values, and stand several times, and a settings file a list of them; they are joined by commas. `otherwise` is said
-    to whoever gives none of `words`.
+    `required`: a process started on its own needs it. `secret`: it is never shown, and is passed to a process in its
+    environment, which only its owner can read, never by a flag. `several`: a flag may have several values and be
+    repeated, and a settings file may have a list; the values are joined by commas. `otherwise` is added to the error
+    about a value that is not one of `words`.
     """
 
     least: float | None = None
@@ -37,21 +37,21 @@ class Rule(NamedTuple):
     otherwise: str = ""
 
     def problem(self, value: Any) -> str:
-        """What is wrong with the value, "" if nothing is."""
+        """What is wrong with the value; "" if nothing is."""
         if self.words and value not in self.words:
             empty = "empty or " if "" in self.words else ""
             otherwise = f": {self.otherwise}" if self.otherwise else ""
             return f"must be {empty}one of {', '.join(filter(None, self.words))}, got {value!r:.100}{otherwise}"
         if self.least is None or self.most is None or value == self.unset:
             return ""
-        if not self.least <= value <= self.most:  # nan is not
+        if not self.least <= value <= self.most:  # fails for nan
             unset = "" if self.unset is None else f"{_spelt(self.unset)} or "
             return f"must be {unset}between {_spelt(self.least)} and {_spelt(self.most)}, got {value!s:.200}"
         return ""
 
 
 class BadOptions(ValueError):
-    """All problems of a config at once; `param` is the option, the message a sentence that names it."""
+    """All problems of a config at once; each `param` is the option, and each message a sentence that names it."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -61,7 +61,7 @@ class BadOptions(ValueError):
 def option(default: Any, help: str, **rule: Any) -> Any:
     """A dataclass field with a default, one line of help and the parts of a `Rule`.
 
-    A number of which nothing is said is not negative and at most 2**31 - 1, or a million if it may be a fraction.
+    By default a number is not negative and at most 2**31 - 1, or one million if it may be fractional.
     """
     if not isinstance(default, bool | str):
         rule = {"least": 0, "most": MOST_NUMBER if isinstance(default, float) else MOST_WHOLE} | rule
@@ -69,9 +69,9 @@ def option(default: Any, help: str, **rule: Any) -> Any:
 
 
 def check(config: Any, further: Iterable[Problem] = ()) -> None:
-    """Hold a config to the types and rules of its fields.
+    """Check a config against the types and rules of its fields.
 
-    `further` are the problems that no single rule shows; they are asked for when every value has its type.
+    `further` yields problems that no single rule covers; it is consumed only if every value has its type.
 
     Raises:
         BadOptions: there are problems.

@@ -1,10 +1,10 @@
-"""What a caller may ask of generation, validated once for every door: HTTP, gRPC, offline.
+"""Sampling parameters, validated in one place for every interface: HTTP, gRPC, offline.
 
-`SamplingParams` is frozen and complete: defaults are filled in, and construction fails with *all* problems at once,
-those of types before all others.
-A parameter is declared here, and once in each wire's contract: engine.proto, and a dialect's body where it has another
-form there. What can be checked only against a model (ids against the logits' width, lengths against the context) is in
-`model_problems`; the engine core runs it again, because it is the last to know.
+`SamplingParams` is frozen and complete: defaults are filled in, and construction fails with *all* problems at once, or
+with all wrong types if there are any.
+A parameter is declared here and once in each wire format: engine.proto, and a dialect's body if its form differs there.
+Checks that need the model (ids against the width of the logits, lengths against the context) are in `model_problems`;
+the engine core runs them again, because it is the last tier that knows the model.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024
 MAX_ALLOWED_TOKEN_IDS = 65_536
-MAX_GRAMMAR_CHARS = 128 * 1024  # every row of a request carries its own to the worker
+MAX_GRAMMAR_CHARS = 128 * 1024  # each row of a request carries a copy to the worker
 MAX_SEED = 2**64 - 1
 MIN_SEED = -(2**63)
 MAX_TOKENS_CEILING = 2**31 - 1
-MIN_PRIORITY, MAX_PRIORITY = -100, 10**9  # of a body; the lower bound is how far anybody gets before others
-BACKGROUND_PRIORITY = 2**30  # from here on nobody waits for an answer: it runs when all others do
+MIN_PRIORITY, MAX_PRIORITY = -100, 10**9  # in bodies; the lower bound limits how far a client gets ahead
+BACKGROUND_PRIORITY = 2**30  # from here on no client waits: runs only behind all others
 LAST_PRIORITY = 2**31 - 1
-# What one step computes at most, unless told otherwise: an engine core sends no more, a worker reserves memory for it.
+# Most tokens in a step by default: an engine core sends no more, and a worker reserves memory for them.
 DEFAULT_MAX_TOKENS_PER_STEP = 2048
 
 
 def in_background(priority: int) -> int:
-    """Behind all that somebody waits for, in the order of what bodies asked for. Takes what a body may say."""
+    """The priority of a background request: behind all live ones, ordered by the `priority` of its body."""
     return BACKGROUND_PRIORITY + priority - MIN_PRIORITY
 
 
 class Parameter(NamedTuple):
-    """What is said of a field once, for every door: what it does, and which values it may have."""
+    """The definition of a field for all interfaces: what it does, and which values it may have."""
 
     about: str
     low: float = -math.inf
     high: float = math.inf
-    above: bool = False  # `low` itself is one too low
+    above: bool = False  # `low` itself is excluded
 
     def allows(self, value: float) -> bool:
-        return self.low <= value <= self.high and not (self.above and value == self.low)  # nor a NaN
+        return self.low <= value <= self.high and not (self.above and value == self.low)  # False for NaN
 
     @property
     def rule(self) -> str:
@@ -62,7 +62,7 @@ class Parameter(NamedTuple):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to continue a prompt. A None among the numbers: not asked for."""
+    """How to continue a prompt. A number that is None is not set."""
 
     n: Annotated[int, Parameter("choices to generate from the one prompt", 1, MAX_N)] = 1
     temperature: Annotated[float, Parameter("0 is greedy; otherwise logits are divided by it", 0, 100)] = 1.0
@@ -133,32 +133,32 @@ PARAMETERS = _parameters()  # by name
 SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n\n    Attributes:\n" + "".join(
     f"        {name}: {parameter.about[0].upper()}{parameter.about[1:]}.\n" for name, parameter in PARAMETERS.items()
 )
-# What a beam search heeds, or is none of its business; everything else would have no effect on it.
+# Fields that a beam search uses, or that do not concern it; all others would have no effect on it.
 OF_BEAMS = frozenset(
     {"n", "use_beam_search", "length_penalty", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs", "seed"}
     | {"include_stop_str_in_output", "skip_special_tokens"}
 )
-# Fields beside those, and what they are where nothing is asked. Every step of a search says its parameters once a beam.
+# All other fields, with their defaults. Every step of a search sends its parameters once per beam.
 _NOT_OF_BEAMS = tuple(
     (field.name, field.default if field.default is not msgspec.NODEFAULT else field.default_factory())
     for field in msgspec.structs.fields(SamplingParams)
     if field.name not in OF_BEAMS | {"temperature"}
 )
-# Numbers and switches that every request has: they come in from a client as they are and go to the sampler so.
+# Numbers and flags that every request has; they pass from the client to the sampler unchanged.
 PLAIN = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if isinstance(field.default, int | float))
 
 
 def _usual(hint: Any) -> frozenset[type]:
-    """What a number, a switch or a text is in nearly every case; all else, and what is in lists, msgspec looks at."""
+    """The usual types of a number, flag or text; msgspec checks all other values, and those in lists."""
     return frozenset(get_args(hint) or {hint}) if get_origin(hint) in (None, UnionType) else frozenset()
 
 
-# Of each its name, what it usually is, what it may be, and the kind of list, of which an empty one is usual.
+# Per field: name, usual types, full type, and its kind of collection, of which an empty one is usual.
 _USUAL = tuple((name, _usual(hint), hint, get_origin(hint)) for name, hint in get_type_hints(SamplingParams).items())
 
 
 def _settled(p: SamplingParams) -> Iterator[Problem]:
-    """What several values say alike gets one form inside, whichever door it came through; other types have none."""
+    """Convert equivalent values to one form, whichever interface they came through; other types are problems."""
     for name, usual, hint, kind in _USUAL:
         value = getattr(p, name)
         if type(value) in usual or (type(value) is kind and not value):
@@ -175,7 +175,7 @@ def _settled(p: SamplingParams) -> Iterator[Problem]:
 
 
 def _listed(value: Any, kind: Any) -> Any:
-    """None is nothing, and a text one of a list; what is no list stays what it is, and is refused."""
+    """None becomes an empty collection and a text a list of one; anything else that is no list is refused later."""
     if value is None:
         return kind()
     if kind is dict:
@@ -193,7 +193,7 @@ def _converted(value: Any, hint: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy, of torch, or of a class derived from float, also those in lists, as plain ones."""
+    """Convert numbers of numpy, torch or subclasses of float to plain ones, also inside lists."""
     if callable(plain := getattr(value, "tolist", None)):
         return plain()
     if isinstance(value, tuple | list):
@@ -236,8 +236,8 @@ def _beam_problems(p: SamplingParams) -> Iterator[Problem]:
 
 
 def num_candidates(p: SamplingParams, num_ends: int) -> int:
-    """Tokens that each beam of a search has to name: whoever is behind so many of its own beam is behind `n` that go
-    on. Raises InvalidParams where log-probabilities of that many are not told."""
+    """How many candidates each beam of a search must report: a token behind that many of its own beam is behind `n`
+    that continue. Raises InvalidParams if rows do not report that many log-probabilities."""
     count = p.n + num_ends
     if count > MAX_LOGPROBS:
         rule = f"beams and the tokens that may end them are at most {MAX_LOGPROBS} together"
@@ -270,7 +270,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
 
 
 def model_problems(params: SamplingParams, prompt_token_ids: list[int], limits: ModelLimits) -> list[Problem]:
-    """What is wrong with this request for this model; empty when it can run."""
+    """What is wrong with this request for this model; empty if it can run."""
     problems: list[Problem] = []
     lists: Mapping[str, tuple[int, ...] | list[int]] = {
         "prompt": prompt_token_ids,
@@ -293,7 +293,7 @@ def check_for_model(params: SamplingParams, prompt_token_ids: list[int], limits:
 
     Raises:
         InvalidParams: an id is outside the vocabulary, or the prompt is empty.
-        PagodaError: CONTEXT_LENGTH_EXCEEDED when prompt and requested output do not fit.
+        PagodaError: CONTEXT_LENGTH_EXCEEDED if prompt and requested output do not fit.
     """
     problems = model_problems(params, prompt_token_ids, limits)
     if problems:
@@ -309,8 +309,7 @@ def check_for_model(params: SamplingParams, prompt_token_ids: list[int], limits:
 def too_long(
     max_model_len: int, num_prompt_tokens: int, asked: int, param: str, *, at_least: bool = False
 ) -> PagodaError:
-    """The words are OpenAI's, for there are clients that look for them. `at_least`: the prompt was not counted to its
-    end."""
+    """The wording is OpenAI's, because some clients search for it. `at_least`: the prompt was not counted in full."""
     more = "at least " * at_least
     parts = f"{more}{num_prompt_tokens} in the prompt, {asked} in the completion"
     return PagodaError(

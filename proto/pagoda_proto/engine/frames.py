@@ -1,5 +1,5 @@
-"""Frames of a session that travel together: gRPC passes on about one message in a round of an event loop, so whoever
-has many to send says them as one."""
+"""Combines frames of a session into one message, because gRPC forwards only about one message per event-loop
+iteration."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TypeVar
 
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 
-TOGETHER_SINCE = 7  # the session's protocol
+TOGETHER_SINCE = 7  # session protocol version
 MOST_TOGETHER = 64
-MOST_BYTES = 1024 * 1024  # together; a frame may have more
+MOST_BYTES = 1024 * 1024  # of combined frames; a single frame may be larger
 
 Frame = TypeVar("Frame", pb.ClientFrame, pb.ServerFrame)
 
 
 def joined(frames: Iterable[Frame], protocol: int) -> Iterator[Frame]:
-    """In order, in as few messages as may be; `protocol` is what both sides speak."""
+    """Combine frames, in order, into as few messages as allowed; `protocol` is the version both sides speak."""
     message: Frame | None = None
     room = 0
     for frame in frames:
@@ -33,6 +33,6 @@ def joined(frames: Iterable[Frame], protocol: int) -> Iterator[Frame]:
 
 
 def parted(message: Frame) -> Iterator[Frame]:
-    """Its frames, in order. What is in frames that came with others is not looked at."""
+    """The frames of a message, in order. `more` of the combined frames themselves is ignored."""
     yield message
     yield from message.more
