@@ -60,6 +60,6 @@ async def end_when_stuck(passed_at: Callable[[], float], stuck_s: float = LOOP_S
             break
     stderr = sys.__stderr__ or sys.stderr
     faulthandler.dump_traceback_later(TELLING_S, exit=True, file=stderr)  # logging may be what is stuck
-    log.critical("the engine loop has not come round for %g s; this process ends", stuck_s)
+    log.critical("the engine loop has been stuck for %g s; exiting", stuck_s)
     faulthandler.dump_traceback(file=stderr, all_threads=True)
     os._exit(EXIT_CODE)

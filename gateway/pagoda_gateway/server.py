@@ -182,7 +182,7 @@ async def _learn_who_may_ask(gate: Gate) -> None:
             await gate.learn()
         except PagodaError as error:
             if not told:
-                logger.warning("nobody is served until the store answers: API keys cannot be looked up")
+                logger.warning("no request is served until the store answers: API keys cannot be looked up")
             told = True
             await asyncio.sleep(error.retry_after_s or times.STORE_REST_S)
 

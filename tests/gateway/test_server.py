@@ -396,7 +396,7 @@ async def test_who_cannot_know_whether_there_are_keys_is_unready_until_the_store
     async with running_redis() as server:
         await server.kill()
         async with start(store=server.address, auth=auth) as gateway:
-            await until(lambda: "nobody is served until the store answers" in caplog.text)
+            await until(lambda: "no request is served until the store answers" in caplog.text)
             problems: list[str] = []
             while problems != ["the store has not answered yet, so API keys cannot be looked up"]:  # and nothing else
                 unready = await gateway.client.get(f"{gateway.url}/health/ready")
@@ -412,7 +412,7 @@ async def test_who_cannot_know_whether_there_are_keys_is_unready_until_the_store
             await server.kill()
             await gateway.client.get("/v1/files")
             assert (await gateway.client.get("/health/ready")).status_code == 200
-    assert caplog.text.count("nobody is served until the store answers") == 1
+    assert caplog.text.count("no request is served until the store answers") == 1
 
 
 async def test_who_does_not_know_whether_there_are_keys_serves_those_of_its_options_and_nobody_else(

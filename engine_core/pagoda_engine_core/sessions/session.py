@@ -286,7 +286,7 @@ def _session_error(mailbox: Mailbox, reader: asyncio.Task[None]) -> PagodaError 
     error = None if reader.cancelled() else reader.exception()
     if error is None:
         return None
-    log.warning("a session ended by what it was sent: %s: %s", type(error).__name__, error)
+    log.warning("a session ended because of a message from its gateway: %s: %s", type(error).__name__, error)
     return PagodaError(ErrorCode.INVALID_ARGUMENT, "a frame could not be read")
 
 

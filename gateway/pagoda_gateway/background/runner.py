@@ -152,7 +152,7 @@ class BackgroundResponses:
                     await self._take_over(name, owner)
                 await self._kept.sweep()
             except PagodaError as error:
-                logger.debug("unfinished responses are not known: %s", error)
+                logger.debug("cannot list unfinished responses: %s", error)
             await asyncio.sleep(times.RESPONSE_SWEEP_S)
 
     async def _take_over(self, name: str, owner: str) -> None:
@@ -174,7 +174,7 @@ class BackgroundResponses:
                 logger.debug("%s finds no room here, and is in nobody's way: %s", name, error)
             going = False
         except Exception:
-            logger.exception("%s cannot be gone on with", name)
+            logger.exception("%s cannot be resumed", name)
             return  # as above
         if not going:
             await self._release(name)
@@ -195,7 +195,7 @@ class BackgroundResponses:
             return False
         if not kept.cancelled and not self._has_model(job):
             return False
-        logger.info("going on with %s, of which %d events are told", name, known.num_events)
+        logger.info("resuming %s after %d events", name, known.num_events)
         running = self._add(job, known)
         running.cancelled = kept.cancelled
         self._run(running)
@@ -221,7 +221,7 @@ class BackgroundResponses:
             beside[1].cancel()
             ended = await running.end(last)
         except Conflict:
-            logger.info("%s is gone on with elsewhere, or deleted", name)
+            logger.info("%s has been taken over elsewhere, or deleted", name)
         finally:
             for task in beside:
                 task.cancel()

@@ -70,7 +70,7 @@ class BatchRunner:
             try:
                 await self._take()
             except PagodaError as error:
-                logger.debug("no batches are looked for: %s", error.message)
+                logger.debug("cannot look for batches: %s", error.message)
             except Exception:
                 logger.exception("looking for batches failed")
             if await _set_within(changed, times.BATCH_LOOK_S):
@@ -128,7 +128,7 @@ class BatchRunner:
         while True:
             try:
                 if not await self._claim(work):
-                    logger.warning("batch %s is somebody else's now", work.batch_id)
+                    logger.warning("batch %s has been taken over by another gateway", work.batch_id)
                     return
                 await batch_work.look()
             except PagodaError as error:

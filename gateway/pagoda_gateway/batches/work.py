@@ -167,7 +167,7 @@ class BatchWork:
         self._results = results = Results(self._batches.store, states.results_log(batch.id))
         await results.load()
         if results.num_lines:
-            logger.info("batch %s: going on, %d of %d lines are done", batch.id, results.num_lines, batch.counts.total)
+            logger.info("batch %s: resuming, %d of %d lines are done", batch.id, results.num_lines, batch.counts.total)
         ending, faults = Status.COMPLETED, list[Fault]()
         try:
             if not self._overdue(batch) and batch.status is Status.IN_PROGRESS:

@@ -157,7 +157,7 @@ class RequestPool:
             failing = bool(well) and self._fails(core, now)
             moving = [each for each in self._of(core) if each.fits_any(well)] if failing else []
             if moving:
-                logger.warning("engine core %s does not get on; its requests go elsewhere", core.load.engine_id)
+                logger.warning("engine core %s makes no progress; its requests move to another", core.load.engine_id)
                 core.failed(now)
             for pooled in moving:
                 self._move(pooled)
@@ -241,7 +241,7 @@ class RequestPool:
         try:
             return work(pooled, *given)
         except Exception:  # fails this request only: the session carries others
-            logger.exception("request %s cannot go on", pooled.request.record.request_id)
+            logger.exception("request %s cannot continue", pooled.request.record.request_id)
             if self._pooled(pooled.generation) is pooled:
                 self._fail(pooled, "an internal error", ErrorCode.INTERNAL)
             return False

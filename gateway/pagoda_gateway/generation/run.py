@@ -146,7 +146,7 @@ class Run:
         except PagodaError as error:
             if error.param != "grammar" or error.code is not ErrorCode.INVALID_ARGUMENT or not self.job.loose_grammar:
                 raise
-            logger.warning("%s: schemas of its tools make no grammar; arguments are some JSON object", self.job.id)
+            logger.warning("%s: its tools' schemas make no grammar; arguments may be any JSON object", self.job.id)
             await self._loosen()
             await self.in_time(self.attach(taker, engine.load.model_fingerprint))
 

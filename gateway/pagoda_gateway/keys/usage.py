@@ -89,7 +89,7 @@ class UsageLedger:
             async with asyncio.timeout(times.USAGE_LAST_S):
                 await self.flush()
         except (PagodaError, TimeoutError):
-            logger.warning("what %d keys used lately is lost: the store cannot be reached", len(self._unwritten))
+            logger.warning("the recent usage of %d keys is lost: the store cannot be reached", len(self._unwritten))
 
     async def _run(self) -> None:
         while True:
@@ -99,7 +99,7 @@ class UsageLedger:
             except PagodaError:
                 continue  # the store's guard has said so
             except Exception:
-                logger.exception("what keys used was not written; it is tried again")
+                logger.exception("the usage of keys could not be written; retrying")
 
     async def flush(self) -> None:
         """Write what was counted since the last flush. Raises PagodaError; what is not written yet stays queued."""

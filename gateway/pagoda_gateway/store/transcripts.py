@@ -94,7 +94,7 @@ class Transcripts:
                 await asyncio.sleep(times.STORE_REST_S)
                 self._news.set()
             except Exception:
-                logger.exception("transcripts were not written; it is tried again")
+                logger.exception("transcripts could not be written; retrying")
                 await asyncio.sleep(times.STORE_REST_S)
                 self._news.set()
 

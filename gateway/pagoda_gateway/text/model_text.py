@@ -323,7 +323,7 @@ def _eos_ids(files: _ModelFiles, tokenizer: Tokenizer, eos_token: str | None, vo
     named = files.generation.get("eos_token_id", files.config.get("eos_token_id"))
     ids = [value for value in (named if isinstance(named, list) else [named]) if isinstance(value, int)]
     if none := [token_id for token_id in ids if not 0 <= token_id < vocab_size]:
-        log.warning("eos_token_id names tokens that the model does not have; they are left out: %s", none)
+        log.warning("eos_token_id names tokens that the model does not have, which are ignored: %s", none)
         ids = [token_id for token_id in ids if token_id not in none]
     by_name = tokenizer.token_to_id(eos_token) if eos_token is not None else None
     return tuple(dict.fromkeys([*ids, *([by_name] if by_name is not None else [])]))
@@ -341,7 +341,7 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 defaults[name] = getattr(SamplingParams(**given), name)
             except InvalidParams as error:
-                log.warning("generation_config.json recommends what is not possible; it is left out: %s", error.message)
+                log.warning("generation_config.json recommends impossible values, which are ignored: %s", error.message)
     return defaults
 
 

@@ -276,7 +276,7 @@ class Tickets:
         try:
             return Tape.of(found.ticket.job_id, kept)
         except msgspec.DecodeError:
-            logger.exception("the answer of %s cannot be read, and is generated again", found.name)
+            logger.exception("the stored answer of %s cannot be read and is generated again", found.name)
             return None
 
     # Running

@@ -1,4 +1,4 @@
-"""`pagoda serve`: one gateway, one engine core and K workers on this machine, wired by private sockets."""
+"""`pagoda serve`: one gateway, one engine core and K workers on this machine, connected by private sockets."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _serve(settings: Settings, model_dir: Path, listener: socket.socket, started
 
 
 def refuse_model_among_names(given: GatewayConfig) -> None:
-    """A flag of several values takes a MODEL that stands behind it; the bundled model would be served instead."""
+    """A flag of several values swallows a MODEL behind it, and the bundled model would be served instead."""
     aliases = given.model_names[1:]
     taken = [name for name in aliases if not given.model or Path(name).exists()]
     if taken:
@@ -75,13 +75,13 @@ def _counted(workers: list[WorkerConfig]) -> str:
 
 
 class Tower:
-    """The children of one `pagoda serve` and what they have said so far."""
+    """The children of one `pagoda serve` and what they have reported so far."""
 
     def __init__(
         self, settings: Settings, model_dir: Path, directory: Path, listener: socket.socket, started: float
     ) -> None:
         self._settings = settings
-        self._listen_fd = listener.fileno()  # every gateway's, so that who comes between two of them waits
+        self._listen_fd = listener.fileno()  # shared by all lives, so that clients between two of them wait
         self._common = settings.build(CommonConfig)
         self._started = started
         gateway_address = f"unix:{directory / 'engine.sock'}"
@@ -93,7 +93,7 @@ class Tower:
             engine=gateway_address,
             model=str(model_dir),
             port=listener.getsockname()[1],
-            store=given.store or f"{SCRATCH}{directory / 'store.db'}",  # which outlives a gateway, not the tower
+            store=given.store or f"{SCRATCH}{directory / 'store.db'}",  # outlives a gateway, but not the tower
             served_model_name=given.served_model_name or checkpoints.served_name(given.model),
         )
         self.workers = self._worker_configs(str(model_dir), worker_address)
@@ -119,9 +119,9 @@ class Tower:
         ]
 
     def children(self) -> list[ChildSpec]:
-        """Gateway, engine core, workers, in the order in which they are stopped."""
+        """Gateway, engine core and workers, in the order in which they are stopped."""
         gateway_bound_s = self.gateway.lame_duck_s + self.gateway.drain_timeout_s + times.GATEWAY_LEAVES_S
-        plain = child_environment(PYTHONUNBUFFERED="1", GRPC_VERBOSITY="ERROR")  # every lost link is news to it
+        plain = child_environment(PYTHONUNBUFFERED="1", GRPC_VERBOSITY="ERROR")  # otherwise gRPC logs every lost link
         return [
             ChildSpec(
                 name="gateway", command=self._gateway_command, environment=plain | secrets(self.gateway),
@@ -138,7 +138,7 @@ class Tower:
 
     def _worker_spec(self, config: WorkerConfig) -> ChildSpec:
         threads = str(config.threads)
-        # numpy's threads are of no use to a worker, and what is forked should have but one when that happens.
+        # A worker has no use for numpy's threads, and a process should have only one thread when it forks.
         environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=threads, OPENBLAS_NUM_THREADS="1")
         return ChildSpec(
             name=config.worker_id, command=lambda: self._command("worker", config), environment=environment,

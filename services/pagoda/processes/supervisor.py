@@ -1,11 +1,11 @@
-"""Keeps a set of child processes running until told to stop. It knows nothing of what they do.
+"""Keeps a set of child processes running until told to stop. It knows nothing about what they do.
 
-Each child is one loop: *start it, pass on what it says, wait for its end, start it again a little later*. Only three
-things leave that loop: a stop signal; a child that refuses its configuration before it ever worked; a child that keeps
+Each child is one loop: *start it, forward its output, wait for its end, restart it after a pause*. Only three things
+leave that loop: a stop signal; a child that rejects its configuration before it ever worked; a child that keeps
 crashing before it ever worked.
 
-Who ends whom: the supervisor stops children in `stop_order`, each with its own bound, then kills the process group. A
-supervisor that dies itself takes the children along, because each asked the kernel for that (`die_with_parent`).
+The supervisor stops children in `stop_order`, each with its own timeout, then kills its process group. If the
+supervisor itself dies, the kernel kills the children, because each has asked for that (`die_with_parent`).
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from pagoda.processes.template import Forked, Template, execute, supported
 from pagoda_proto import times
 from pagoda_proto.times import StallGuard
 
-STARTS_BEFORE_GIVING_UP = 3  # deaths in a row of one that was never up
+STARTS_BEFORE_GIVING_UP = 3  # consecutive deaths of a child that was never up
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChildSpec:
-    """One child. `command` is asked at every start, so it can use what was learned since (a port)."""
+    """One child. `command` is called at every start, so it can use what was learned since (a port)."""
 
     name: str
     command: Callable[[], Sequence[str]]
     environment: Mapping[str, str]
-    prepares: bool = False  # its lives are forks of a template, where that can be, which has called their `prepare`
-    inherits: Sequence[int] = ()  # descriptors that each life has under the same numbers
+    prepares: bool = False  # where supported, its lives are forks of a template that has called `prepare`
+    inherits: Sequence[int] = ()  # file descriptors that each life inherits under the same numbers
     stop_order: int
     stop_timeout_s: float
-    silence_timeout_s: float = 0.0  # a child that sends no event for this long is stuck and killed; 0 is not to care
-    first_word_s: float = times.FIRST_WORD_S  # .. or for this long, if that is longer, before its first
+    silence_timeout_s: float = 0.0  # a child that sends no event for this long is considered hung and killed; 0: never
+    first_word_s: float = times.FIRST_WORD_S  # the timeout before its first event, if that is longer
 
 
 class Observer(Protocol):
-    """Where the children's words go."""
+    """Receives the children's events and output lines."""
 
     def on_event(self, child: str, event: dict[str, Any]) -> None: ...
 
@@ -67,18 +67,18 @@ class Child:
     template: Template | None = None
     process: asyncio.subprocess.Process | Forked | None = None
     heard_at: float = 0.0
-    spoke: bool = False  # in this life
-    why: str = ""  # what this life said of its failure
+    spoke: bool = False  # whether this life has sent an event
+    why: str = ""  # the failure that this life reported
     readers: list[asyncio.Task[None]] = field(default_factory=list)
 
     def kill_group(self) -> None:
-        """Kill the child and everything it started; it leads a group of its own."""
+        """Kill the child and everything it started; it leads its own process group."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill_template(self) -> None:
-        """What its lives have in common may be what they hang or die of, if they do so before they are up."""
+        """Called if a life hangs or dies before it is up: the state shared through the template may be the cause."""
         if self.template is not None:
             self.template.kill()
 
@@ -103,14 +103,14 @@ class Supervisor:
             loop.add_signal_handler(signum, self.stop, signum)
         keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
         for keeper in keepers:
-            keeper.add_done_callback(lambda _: self._stopping.set())  # a keeper ends only when all of us are to end
+            keeper.add_done_callback(lambda _: self._stopping.set())  # a keeper ends only when everything is to end
         pulse = asyncio.create_task(self._watch_silence())
         try:
             await self._stopping.wait()
             await self._stop_in_order()
             await asyncio.gather(*keepers)
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # none ends what is left to do, which is to end
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # no signal may interrupt the clean-up below
             pulse.cancel()
             for child in self.children:
                 if child.process is not None and child.process.returncode is None:
@@ -122,7 +122,7 @@ class Supervisor:
         return EXIT_CRASH if self._killing.is_set() else self._verdict
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
-        """Ask for an orderly stop; asked again by who insists, everything is killed."""
+        """Ask for an orderly stop; a second, insistent signal kills everything."""
         if not self._stopping.is_set():
             log.info("stopping; a second signal kills everything at once")
         elif insists(signum):
@@ -144,7 +144,7 @@ class Supervisor:
                 return self._give_up(EXIT_CONFIG)
             if not child.lives.was_up and child.lives.deaths_in_a_row >= STARTS_BEFORE_GIVING_UP:
                 deaths, cause = child.lives.deaths_in_a_row, child.why or describe_exit(code)
-                log.error("%s died %d times and was never up, giving up: %s", child.spec.name, deaths, cause)
+                log.error("%s died %d times without ever becoming ready; giving up: %s", child.spec.name, deaths, cause)
                 return self._give_up(EXIT_CRASH)
             if child.lives.failing:
                 child.kill_template()
@@ -152,8 +152,8 @@ class Supervisor:
         return None
 
     async def _live(self, child: Child) -> int:
-        """One life of a child, from its start to its end; returns its exit code."""
-        # Pipes of our own: asyncio's would make `wait` last until a grandchild has closed its copy, too.
+        """Run one life of a child from start to end; returns its exit code."""
+        # We create the pipes: with asyncio's, `wait` would not return until grandchildren had closed their copies, too.
         with contextlib.ExitStack() as ends:
             status_read, status_write = _pipe(ends)
             lines_read, lines_write = _pipe(ends)
@@ -166,13 +166,13 @@ class Supervisor:
         child.lives.begin(child.heard_at)
         child.why, child.spoke = "", False
         if self._stopping.is_set():
-            child.kill_group()  # born too late to have anything to finish
+            child.kill_group()  # started too late to have anything to finish
         child.readers = [
             asyncio.create_task(_read_lines(status_read, lambda line: self._take_event(child, line))),
             asyncio.create_task(_read_lines(lines_read, lambda line: self._observer.on_line(child.spec.name, line))),
         ]
         code = await child.process.wait()
-        child.kill_group()  # what it had started and left behind
+        child.kill_group()  # processes that it started and left behind
         await self._finish_readers(child)
         return code
 
@@ -183,7 +183,7 @@ class Supervisor:
             now = time.monotonic()
             held_up_s = guard.tick(now)
             if held_up_s:
-                log.warning("did not run for %.1f s; nobody's silence in that time counts", held_up_s)
+                log.warning("was suspended for %.1f s; the silence of others in that time is ignored", held_up_s)
             for child in self.children:
                 child.heard_at = min(now, child.heard_at + held_up_s)
                 limit = child.spec.silence_timeout_s
@@ -197,7 +197,7 @@ class Supervisor:
                         child.kill_template()
 
     async def _finish_readers(self, child: Child) -> None:
-        """Take the last words; a grandchild that holds the pipe open must not hold us."""
+        """Read the remaining output, but do not wait for a grandchild that holds the pipe open."""
         _, late = await asyncio.wait(child.readers, timeout=times.LAST_WORDS_S)
         for reader in late:
             reader.cancel()
@@ -262,7 +262,7 @@ async def _begin_afresh(child: Child, status: int, output: int) -> asyncio.subpr
 
 
 async def _begin_forked(child: Child, status: int, output: int) -> Forked:
-    """Have its template fork it; a template is started where there is none, or where it has died."""
+    """Have the child's template fork it; start a template if there is none or it has died."""
     if child.template is not None and not child.template.alive:
         await child.template.end()
         child.template = None
@@ -281,7 +281,7 @@ def _pipe(ends: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:
 
 
 async def _read_lines(pipe: BinaryIO, take: Callable[[str], None]) -> None:
-    """Hand on lines of any length, without their ends, until the pipe is closed; a last line without an end counts."""
+    """Pass on lines of any length, without line ends, until the pipe is closed; an unterminated last line counts."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), pipe
@@ -299,5 +299,5 @@ async def _read_lines(pipe: BinaryIO, take: Callable[[str], None]) -> None:
 
 
 def python_command(*arguments: str) -> list[str]:
-    """This program's own command line interface under the same interpreter."""
+    """A command of this program's own command line, under the same interpreter."""
     return [sys.executable, "-m", "pagoda.cli", *arguments]

@@ -1,17 +1,18 @@
-"""A process that has made ready what a child needs and does nothing else: a child's next life is a fork of it.
+"""A template is a process that prepares everything a child needs and does nothing else; each life of the child is a
+fork of it.
 
-Nearly all of a start is the same in every life: imports, two seconds of a worker's, and its model, which may take
-minutes. It is done once, by the template, before the first life; each life after it begins within milliseconds.
+Nearly all of a start is the same in every life: a worker's imports take two seconds, and loading its model may take
+minutes. The template does this once, before the first life; every later life begins within milliseconds.
 
-Who ends whom: a template has one child at a time and dies with its supervisor, the child with its template. So when a
-template is killed its child goes, too, and the supervisor starts both anew.
+A template has one child at a time. It dies with its supervisor, and the child dies with its template. So killing a
+template kills its child, too, and the supervisor starts both anew.
 
-Over one socket of whole messages: the supervisor sends the words of a command with the two ends that its life writes
-to. The life answers with its pid before it does anything else, and the template with its exit code when it is over. A
-template that can bear no life answers with an exit code alone, and is then replaced.
+The protocol uses one SEQPACKET socket. The supervisor sends the words of a command with two descriptors to which the
+life writes. The life first answers with its pid; the template answers with the exit code when the life is over. A
+template that cannot fork a life answers with an exit code alone, and is then replaced.
 
-The module of a command has two functions that take the words after its name and return an exit code: `prepare`, which
-the template calls with those of the first life, and `main`, which each life does.
+The module of a command has two functions that take the words after the module's name and return an exit code:
+`prepare`, which the template calls with the words of the first life, and `main`, which each life calls.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from pagoda.processes.process import STOP_SIGNALS, die_with_parent
 from pagoda_proto import times
 
 NONE = -1  # in place of a pid
-FORK_PAUSES_S = (0.1, 0.4, 1.0, 2.5)  # after each attempt
+FORK_PAUSES_S = (0.1, 0.4, 1.0, 2.5)  # after each failed attempt
 OOM_SCORE = Path("/proc/self/oom_score_adj")  # in thousandths of memory, see proc(5)
 OOM_MARGIN, MOST_OOM_SCORE = 20, 1000
-LARGEST_MESSAGE = 256 * 1024  # bytes, which is more than a socket takes at once
+LARGEST_MESSAGE = 256 * 1024  # bytes; more than a socket accepts in one message
 
 log = logging.getLogger(__name__)
 
 
 @functools.cache
 def supported() -> bool:
-    """By Linux from 5.3 on; elsewhere nothing takes a child along with its template, or nothing tells of its end."""
+    """True on Linux 5.3 or later; elsewhere a child would outlive its template, or its end could not be watched."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -70,12 +71,12 @@ async def execute(
         stderr=output,
         env=dict(environment),
         pass_fds=tuple(inherits),
-        process_group=0,  # no session: Linux shares processors among sessions first, then among their threads
+        process_group=0,  # not a session: Linux divides processors between sessions first, then between their threads
     )
 
 
 class Template:
-    """The supervisor's side. It has a process group of its own, so that the child's can be killed without it."""
+    """The supervisor's side. A template has its own process group, so that the child's can be killed without it."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, link: socket.socket) -> None:
         self.process = process
@@ -86,7 +87,7 @@ class Template:
 
     @classmethod
     async def start(cls, name: str, environment: Mapping[str, str], output: int, inherits: Iterable[int]) -> Template:
-        """Start one for the child of that name; what it says before its first life goes to `output`.
+        """Start a template for the child of that name; its output before the first life goes to `output`.
 
         Raises:
             OSError: it cannot be started.
@@ -104,32 +105,32 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        return self.process.returncode is None and not self._killed  # which takes a moment
+        return self.process.returncode is None and not self._killed  # a kill takes a moment to show in `returncode`
 
     def bear(self, command: Sequence[str], status: int, output: int) -> Forked:
-        """Have it begin a life as `command`, at once or as soon as everything is prepared.
+        """Have it fork a life that runs `command`, at once or as soon as it is prepared.
 
         Args:
-            command: Of the form `python -m MODULE ..`. It is given `--status-fd` and `--parent-pid`.
-            status: Where the life reports to.
-            output: Its stdout and stderr.
+            command: Of the form `python -m MODULE ..`; `--status-fd` and `--parent-pid` are appended.
+            status: The descriptor to which the life reports.
+            output: The life's stdout and stderr.
 
         Raises:
             OSError: the command is too long.
         """
-        with contextlib.suppress(ConnectionError):  # it has just died, and the life ends with that
+        with contextlib.suppress(ConnectionError):  # the template has just died, which also ends the life
             socket.send_fds(self._link, [json.dumps(list(command)).encode()], [status, output])
         self._life = Forked(self)
         return self._life
 
     async def answer(self, within_s: float | None = None) -> dict[str, int]:
-        """What it says next; nothing once it is dead, which it is when it says nothing in time."""
+        """Its next message; empty once it is dead. It is killed if it does not answer in time."""
         with contextlib.suppress(OSError):
             try:
                 async with asyncio.timeout(within_s):
                     told = await asyncio.get_running_loop().sock_recv(self._link, LARGEST_MESSAGE)
             except TimeoutError:
-                log.warning("the template of %s says nothing and is killed", self._name)
+                log.warning("the template of %s is silent and is killed", self._name)
                 self.kill()
                 return {}
             if told:
@@ -140,13 +141,13 @@ class Template:
         return {}
 
     def kill(self) -> None:
-        """And with it the child it has."""
+        """Kill it, and with it its child."""
         self._killed = True
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
     async def end(self) -> None:
-        """Returns when nothing is left of it."""
+        """Kill it; returns when it and its child are gone."""
         self.kill()
         if self._life is not None:
             await self._life.wait()
@@ -155,13 +156,13 @@ class Template:
 
 
 class Forked:
-    """One life of a template's child, with what `asyncio.subprocess.Process` offers of a process."""
+    """One life of a template's child, with the interface of `asyncio.subprocess.Process`."""
 
     def __init__(self, template: Template) -> None:
         self._template = template
         self._born = False
-        self._handle = -1  # of the process, once it is born
-        self.pid = template.process.pid  # until it is born
+        self._handle = -1  # the pidfd, once it is forked
+        self.pid = template.process.pid  # the template's until it is forked
         self.returncode: int | None = None
         self._ended = asyncio.create_task(self._follow())
 
@@ -170,7 +171,7 @@ class Forked:
         if "pid" in answer:
             self.pid, self._born = answer["pid"], True
             await self._watch()
-            answer = await self._template.answer(times.TEMPLATE_SILENT_S)  # one that has none hangs, or is dead
+            answer = await self._template.answer(times.TEMPLATE_SILENT_S)  # without an answer it hangs or is dead
         if "code" in answer:
             if not self._born:
                 self._template.kill()
@@ -180,7 +181,7 @@ class Forked:
         return self.returncode
 
     async def _watch(self) -> None:
-        """Until it is gone, with all that it held. It is its own death that is seen, whatever its template is at."""
+        """Wait until it is gone, with everything it held. This sees its own death, whatever its template is doing."""
         try:
             self._handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -206,7 +207,7 @@ class Forked:
 
 
 def _reap(handle: int) -> None:
-    """A child without a template is ours if we are the first process of a container."""
+    """Reap a child whose template is gone: if we are a container's first process, it has become ours."""
     with contextlib.suppress(ChildProcessError):
         os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOHANG)
 
@@ -214,8 +215,8 @@ def _reap(handle: int) -> None:
 def main(name: str, link: str, parent: str) -> None:
     """The template's side."""
     setproctitle(f"pagoda template ({name})")
-    setthreadtitle("pagoda-template")  # a space in it, and Python 3.12 takes the niceness for the number of threads
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # who asks a child by its name may ask us, too
+    setthreadtitle("pagoda-template")  # with a space in it, Python 3.12 takes the niceness for the number of threads
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a signal sent to children by name may reach us, too
     die_with_parent(int(parent))
     put_off_collections()
     command = next_life(socket.socket(fileno=int(link)), int(parent))
@@ -233,14 +234,14 @@ def _prepare(command: Sequence[str]) -> int:
 
 
 def _call(function: str, command: Sequence[str]) -> int:
-    """Of the module that a command names, with the words after it."""
+    """Call a function of the module that a command names, with the words after the module."""
     _, _, module, *words = command
     code: int = getattr(importlib.import_module(module), function)(words)
     return code
 
 
 def next_life(link: socket.socket, parent: int) -> list[str]:
-    """Fork whenever a life is asked for; returns its command in each child, and nothing once no more is wanted."""
+    """Fork whenever a life is requested; returns its command in each child, and [] in the template at the end."""
     template, nowhere, prepared = os.getpid(), os.open(os.devnull, os.O_WRONLY), False
     while True:
         told, ends, _, _ = socket.recv_fds(link, LARGEST_MESSAGE, 2)
@@ -256,12 +257,12 @@ def next_life(link: socket.socket, parent: int) -> list[str]:
             die_with_parent(template)
             os.setpgid(0, 0)
             _go_first()
-            _answer(link, pid=os.getpid())  # itself, so that none is at work whom the supervisor does not know
+            _answer(link, pid=os.getpid())  # sent by the life, so that none works that the supervisor does not know
             for inherited in (link.detach(), output, nowhere):
                 os.close(inherited)
             return [*command, f"--parent-pid={template}"]
         os.close(status)
-        _write_to(nowhere)  # what stays open here would never end for its reader
+        _write_to(nowhere)  # the reader of `output` sees its end only once no copy is open here
         os.close(output)
         if prepared:
             code = EXIT_CRASH if pid == NONE else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -269,7 +270,7 @@ def next_life(link: socket.socket, parent: int) -> list[str]:
 
 
 def _fork() -> int:
-    """As `os.fork`, but NONE when there is no room for another process for a while, which is told."""
+    """Like `os.fork`, but retries for a while if no process can be created, saying so; then returns NONE."""
     for pause_s in FORK_PAUSES_S:
         try:
             return os.fork()
@@ -280,7 +281,7 @@ def _fork() -> int:
 
 
 def _go_first() -> None:
-    """Where memory runs out and the system chooses, have it take us and leave the template, which is as large."""
+    """If memory runs out, have the kernel kill this life rather than the template, which is as large."""
     with contextlib.suppress(OSError, ValueError):
         score = int(OOM_SCORE.read_text())
         OOM_SCORE.write_text(str(min(MOST_OOM_SCORE, score + OOM_MARGIN)))

@@ -91,7 +91,7 @@ def test_a_refused_configuration_is_not_tried_again(capfd: pytest.CaptureFixture
 def test_a_child_that_only_crashes_at_start_ends_the_whole(capfd: pytest.CaptureFixture[str], how: str) -> None:
     with supervise(how, good=STEADY, bad=["exit=1"]) as running:
         assert running.end() == 1
-    assert "bad died 3 times and was never up, giving up: exited with code 1\n" in capfd.readouterr().err
+    assert "bad died 3 times without ever becoming ready; giving up: exited with code 1\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -229,7 +229,7 @@ def test_what_fails_while_preparing_three_times_ends_the_whole(capfd: pytest.Cap
     with supervise(good=STEADY, one=["prepare", "prepare:exit=1", *STEADY]) as running:
         assert running.end() == 1
     told = capfd.readouterr().err
-    assert "one died 3 times and was never up, giving up: exited with code 1\n" in told
+    assert "one died 3 times without ever becoming ready; giving up: exited with code 1\n" in told
     assert "SIGKILL" not in told
 
 
@@ -250,7 +250,8 @@ def test_what_cannot_be_imported_is_told(capfd: pytest.CaptureFixture[str]) -> N
         while "No module named 'no_such_module'" not in running.event(event="line")["line"]:
             pass
         assert running.end() == 1
-    assert "unloadable died 3 times and was never up, giving up: exited with code 1\n" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "unloadable died 3 times without ever becoming ready; giving up: exited with code 1\n" in told
 
 
 def test_a_command_that_is_no_text_is_shown_as_far_as_it_is() -> None:

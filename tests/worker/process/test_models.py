@@ -129,4 +129,4 @@ def test_nothing_is_kept_beside_a_thread_that_stays(
     over.set()
     thread.join()
     assert kept_models(config) is None
-    assert "loading left threads behind" in caplog.text
+    assert "loading left threads" in caplog.text

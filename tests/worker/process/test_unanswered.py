@@ -69,7 +69,7 @@ def test_of_attempts_in_a_row_without_an_answer_ever_fewer_are_told(lines: queue
     runner, identity = fake_runner(FakeModel()), Identity.of_this_process("w")
     StepLoop(runner, identity, Unanswered(1000, stop), Progress(), departure).run(lambda event: None, stop)  # type: ignore[arg-type]
     told = [lines.get_nowait() for _ in range(lines.qsize())]
-    assert set(told) == {"no engine core answers at tcp://there:1: no connection; trying on"}
+    assert set(told) == {"no engine core answers at tcp://there:1: no connection; retrying"}
     assert len(told) == 11  # 1, 2, 4 .. 512, and 768
 
 
@@ -78,7 +78,7 @@ def test_a_worker_without_an_engine_core_tells_where_it_asks(lines: queue.Queue[
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
     worker = Worker(WorkerConfig(engine=endpoint, worker_id="w-1", drain_timeout_s=0.0))
     try:
-        assert lines.get(timeout=WAIT_S) == f"no engine core answers at {endpoint}: {NO_CONNECTION}; trying on"
+        assert lines.get(timeout=WAIT_S) == f"no engine core answers at {endpoint}: {NO_CONNECTION}; retrying"
     finally:
         worker.end()
 

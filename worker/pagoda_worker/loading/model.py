@@ -340,7 +340,7 @@ def _tell_formats(ops: Ops, dtype: torch.dtype, spec: DecoderSpec, formats: Form
         log.info("weights: there are no kernels for float8, so they are widened to %s and take more memory", dtype)
     alone = left_alone(spec, formats)
     if alone:
-        log.info("weights: %d matrices stay %s, their inputs do not fill groups: %s, ..", len(alone), dtype, alone[0])
+        log.info("weights: %d matrices stay %s as inputs fill no whole groups: %s, ..", len(alone), dtype, alone[0])
 
 
 def native_spec(architecture: str, fields: dict[str, Any]) -> DecoderSpec:

@@ -204,7 +204,7 @@ class Control:
             if frame is not None and standing is not None:
                 self._receive(wire, standing, *frame)
             if watch.stuck(now, standing is None and self._progress.busy_since is not None):
-                log.critical("a step of a lost membership runs on for %.0f s; ending the process", times.STUCK_EXIT_S)
+                log.critical("a step still runs %.0f s after its membership was lost; exiting", times.STUCK_EXIT_S)
                 os._exit(STUCK_EXIT_CODE)
 
     def _receive(self, wire: Wire, standing: Standing, envelope: Envelope, payload: bytes) -> None:

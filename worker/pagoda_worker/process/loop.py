@@ -206,7 +206,7 @@ class StepLoop:
                 if isinstance(answer, Welcome):
                     self._live(registration, answer, report)
                 elif answer is None and _worth_a_line(failed + 1) and not self._departure.announced:
-                    log.warning("no engine core answers at %s; trying on", registration.why_unanswered)
+                    log.warning("no engine core answers at %s; retrying", registration.why_unanswered)
             failed = 0 if isinstance(answer, Welcome) else failed + 1
             if isinstance(answer, Refused):
                 stop.wait(_pause_s(answer, failed))
@@ -227,7 +227,7 @@ class StepLoop:
         if not registration.over:
             registration.send(Goodbye(reason=self._departure.reason))
         elif not self._departure.announced:
-            log.warning("forgetting all rows and registering anew: %s", registration.why_over)
+            log.warning("forgetting all rows and registering again: %s", registration.why_over)
         self._forget()
 
     def _tell_lost(self, registration: Registration, lost: LostStep) -> None:

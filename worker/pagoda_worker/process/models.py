@@ -76,7 +76,7 @@ def keep_models(config: WorkerConfig, progress: Progress) -> None:
         _kept[config] = models._replace(available=host_available_bytes(Path("/")))
         gc.freeze()
     else:
-        log.warning("loading left threads behind, which no fork has: each life of this worker loads its model")
+        log.warning("loading left threads, which a fork would lack: each restart of this worker loads its model again")
 
 
 def kept_models(config: WorkerConfig) -> Models | None:

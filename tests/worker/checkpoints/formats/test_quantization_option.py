@@ -129,7 +129,7 @@ def test_what_is_said(paths: dict[str, Path], caplog: pytest.LogCaptureFixture) 
     assert said == [
         "weights: int4 group 64, activations int8, head int8",
         "torch kernels have no integer arithmetic: quantised weights are widened to torch.float32",
-        "weights: 3 matrices stay torch.float32, their inputs do not fill groups: model.layers.0.mlp.down_proj, ..",
+        "weights: 3 matrices stay torch.float32 as inputs fill no whole groups: model.layers.0.mlp.down_proj, ..",
     ]
     caplog.clear()
     loaded(paths["llama3"])
