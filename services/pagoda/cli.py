@@ -1,6 +1,6 @@
 """`pagoda COMMAND`: each command is a module with `add_arguments` and `main`, imported only when it is called.
 
-So the gateway process never sees torch, and `pagoda version` sees nothing at all.
+So the gateway process never imports torch, and `pagoda version` imports no tier.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SERVING = ("serve", "gateway", "engine-core", "worker")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, but what it does not know is answered with what was probably meant. Subcommands are of this class."""
+    """argparse's, with hints for unknown arguments. Subcommands use this class, too."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)
@@ -64,7 +64,7 @@ def _flag(name: str) -> str:
 
 
 def _whose(name: str) -> str:
-    """The commands that take this option, for people."""
+    """The commands that have this option, as text."""
     from pagoda.settings.resolving import command_options
 
     takers = [command for command in SERVING if name in names_of(command_options(command))]
@@ -94,13 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(argv: Sequence[str]) -> int:
-    """Do once what the runs of one command have in common that will be forked off this process; returns as `main`."""
+    """Prepare what all runs of a command share that will be forked from this process; returns as `main` does."""
     return _run("prepare", list(argv))
 
 
 def _run(what: str, words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: no name ends a command that prints it
+        sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: no printed name may crash a command
     words = ["version"] if words == ["--version"] else words
     arguments = parser_of(words[0] if words else "").parse_args(words)
     try:
@@ -111,7 +111,7 @@ def _run(what: str, words: list[str]) -> int:
         return EXIT_UNREACHABLE if isinstance(error, UnreachableError) else EXIT_CONFIG
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_CRASH
     return code

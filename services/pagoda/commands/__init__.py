@@ -1,1 +1,1 @@
-"""What each `pagoda <command>` does; `cli` finds them here, and nothing else imports them."""
+"""The commands of `pagoda`, one module each; `cli` finds them here, and nothing else imports them."""

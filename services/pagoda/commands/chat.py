@@ -29,7 +29,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 class TerminalChat:
-    """Turns of one talk; an answer that failed is not kept."""
+    """The turns of one conversation; a turn that fails is dropped."""
 
     def __init__(self, session: Ask, system: str) -> None:
         self._session = session
@@ -37,7 +37,7 @@ class TerminalChat:
         self._forget(system)
 
     def run(self) -> bool:
-        """Read lines until the input ends; False when a turn failed and nobody is there to ask again."""
+        """Read lines until the input ends; False if a turn failed and the input is not a terminal."""
         while (line := _read()) is not None and line != "/quit":
             if line == "/clear":
                 self._forget("")

@@ -1,4 +1,4 @@
-"""`pagoda config show | validate | schema`: the settings `pagoda serve` would run with, and where each came from."""
+"""`pagoda config show | validate | schema`: the settings of `pagoda serve`, and where each comes from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.resolving import json_schema, origins, resolve
 
-# Whose settings may stand in the same file.
+# Tiers whose settings may be in the same file.
 TIERS = ("gateway", "engine-core", "worker")
 
 

@@ -1,4 +1,4 @@
-"""`pagoda doctor`: is this machine fit, and if not, what to do about it. Exit code 1 when something would not work."""
+"""`pagoda doctor`: checks this machine, and says what to do about problems. Exit code 1 if something would not work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FAST_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16"
 GPU_TIMEOUT_S = 60.0
 HOST, ASK_TIMEOUT_S = "127.0.0.1", 3.0
 ASK_TORCH = "from pagoda_worker.device.devices import describe_gpus; print(*describe_gpus(), sep='\\n')"
-# What decides what a context takes; `serve` takes them by the same names.
+# Options that determine how much memory a context takes; `serve` has the same ones.
 CONTEXT_OPTIONS = (
     "revision", "max_model_len", "device", "dtype", "kv_cache_dtype", "kv_retention", "block_size",
     "max_tokens_per_step", "kernels",
@@ -46,7 +46,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
 
 
 class Finding(NamedTuple):
-    """One line of the report; `state` is ok, warn or FAIL, `advice` what to do unless ok."""
+    """One line of the report; `state` is ok, warn or FAIL; `advice` says what to do unless ok."""
 
     state: str
     what: str
@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     failed = False
     given = given_flags(arguments, "serve")
-    del given["port"]  # only to be checked
+    del given["port"]  # only checked
     if given and "model" not in given:
         raise ConfigError([f"--{name.replace('_', '-')} is said of a MODEL, and none is named" for name in given])
     for finding in examine(arguments.port, given):
@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def examine(port: int, given: Mapping[str, Any]) -> Iterator[Finding]:
-    """Every check in turn; `given` are options of a model that was named, or none."""
+    """Run every check in turn; `given` holds the options of the named model, if any."""
     checks: tuple[Callable[[], Finding], ...] = (
         _python, _cores, _instructions, _memory, _files, _kernels, _torch, _gpus,
         lambda: _port(port), _hub_cache, _runtime_directory,
@@ -121,7 +121,7 @@ def _memory() -> Finding:
 
 
 def _files() -> Finding:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # servers raise the soft one up to it
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # servers raise the soft limit to it
     text = f"open files: hard limit {hard}"
     enough = hard < 0 or hard >= LEAST_FILES
     return Finding("ok", text) if enough else Finding("warn", text, "a higher limit (ulimit -H -n, LimitNOFILE)")
@@ -143,7 +143,7 @@ def _torch() -> Finding:
 
 
 def _gpus() -> Finding:
-    """torch is asked only where there is a device to ask about, and in a process of its own: a driver may hang."""
+    """Asks torch only if there is a device, and in a separate process, because a driver may hang."""
     if not has_nvidia_device():
         return Finding("ok", "no NVIDIA GPU: workers compute on the CPU")
     advice = "workers compute on the CPU until a CUDA build of torch that fits the driver is installed"
@@ -170,7 +170,7 @@ def _port(port: int) -> Finding:
 
 
 async def _model_served_at(port: int) -> str:
-    """The model of our own server at this port, "" if it is none of ours or does not say."""
+    """The model that a Pagoda at this port serves; "" if it is another server or does not say."""
     try:
         target = Target(f"http://{HOST}:{port}")
         connection = await Connection.open(target)
@@ -200,7 +200,7 @@ def _runtime_directory() -> Finding:
 
 
 def _contexts(given: Mapping[str, Any]) -> Iterator[Finding]:
-    """Without a look at the weights, of which those of a hub model are not fetched."""
+    """Does not read the weights, nor download those of a hub model."""
     try:
         settings = resolve("serve", given)
         revision = settings.build(ModelSourceConfig).revision

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(_: argparse.Namespace) -> int:
-    """Import what each life of it would."""
+    """Import what every life needs."""
     importlib.import_module("pagoda_engine_core.server")
     return EXIT_OK
 

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Import what each life of it would, and load the text side for all of them."""
+    """Import what every life needs, and load the text side for all of them."""
     settings, report = tier.begin("gateway", arguments)
     config = _config(settings)
     from pagoda_gateway.server import keep_text
@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _config(settings: Settings) -> GatewayConfig:
-    """With the directory of its model, once it is there."""
+    """The config with the directory of its model, which is downloaded if necessary."""
     given = settings.build(GatewayConfig)
     model_dir = checkpoints.locate(given.model, settings.build(ModelSourceConfig).revision, weights=False)
     name = given.served_model_name or checkpoints.served_name(given.model)

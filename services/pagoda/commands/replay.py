@@ -1,7 +1,7 @@
-"""`pagoda replay FILE`: compute a finished request again, from its transcript, and say whether it is the same.
+"""`pagoda replay FILE`: recompute a finished request from its transcript, and say whether the result is the same.
 
-Exit code 0: bit-equal; 1: it differs, and where; 2: nothing can be said, as weights or numerics are others, or file or
-model cannot be used.
+Exit code 0: bit-equal; 1: it differs, and where; 2: no verdict, because weights or numerics differ, or because the file
+or the model cannot be used.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _told(kept: Transcript, now: Transcript) -> int:
 
 
 def _check_conditions(kept: Transcript, model_fingerprint: str, numerics_id: str, *, force: bool) -> None:
-    """Raises ConfigError where equal tokens are not to be expected, and nobody wants to see them all the same."""
+    """Raises ConfigError if equal tokens are not to be expected, unless `force`."""
     from pagoda_gateway.generation.transcripts import other_conditions
 
     others = other_conditions(kept, model_fingerprint, numerics_id)
@@ -74,7 +74,7 @@ def _check_conditions(kept: Transcript, model_fingerprint: str, numerics_id: str
 
 
 def _read(file: str) -> Transcript:
-    """No more of it than a transcript may have."""
+    """Reads no more than a transcript may have."""
     from pagoda_gateway.generation.transcripts import MAX_TRANSCRIPT_BYTES, read_transcript
 
     try:
@@ -91,7 +91,7 @@ def _read(file: str) -> Transcript:
 
 
 def _computed(options: dict[str, object], kept: Transcript, *, force: bool) -> Transcript:
-    """By a model of this process; without `force`, by the same one or not at all."""
+    """Replay with a model in this process; without `force`, only with the same one."""
     from pagoda.offline.llm import LLM
 
     with LLM(**options) as llm:  # type: ignore[arg-type]

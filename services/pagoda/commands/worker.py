@@ -26,7 +26,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Import what each life of it would, and load the model for all of them, where forks can have it."""
+    """Import what every life needs, and load the model for all of them, where forks can share it."""
     config, report = _begin(arguments)
     importlib.import_module("pagoda_worker.process.startup")
     from pagoda_worker.process.loop import load_for_forks

@@ -1,4 +1,4 @@
-"""`pagoda workers list | drain | forget-prefixes`: what an operator asks of engine cores while they serve."""
+"""`pagoda workers list | drain | forget-prefixes`: an operator's requests to engine cores while they serve."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from pagoda_proto.keys import KeyFileError
 
 CALL_S = 10.0
 HEADS = ("WORKER", "STATE", "DEVICE", "ROWS", "FREE BLOCKS", "STEPS", "MIB", "ENGINE CORE")
-# Who may still be asked to leave; an engine core also tells of lives that have ended.
+# States of workers that can still be asked to leave; an engine core also lists lives that have ended.
 STAYS = frozenset({"ready", "suspect"})
 
 
 class Answer(NamedTuple):
-    """Of the engine core at `address`: a message, or why there is none."""
+    """The answer of the engine core at `address`: a message, or the error instead."""
 
     address: str
     message: Any
@@ -75,7 +75,7 @@ async def _list(addresses: Sequence[EngineAddress], *, as_json: bool) -> int:
 
 
 async def _drain(addresses: Sequence[EngineAddress], worker_id: str) -> int:
-    """Raises ConfigError where no engine core has such a worker, or several have."""
+    """Raises ConfigError unless exactly one engine core has such a worker."""
     answers = await _each(addresses, "ListWorkers", pb.ListWorkersRequest())
     holders = [row["engine"] for row in _rows(answers) if row["worker_id"] == worker_id and row["state"] in STAYS]
     if len(holders) > 1:
@@ -86,7 +86,7 @@ async def _drain(addresses: Sequence[EngineAddress], worker_id: str) -> int:
         if answers[0].error is None:
             print(f"{worker_id} leaves {holder.text}", file=sys.stderr)
             return EXIT_OK
-    # All of them answered, or the one that had it says that it went meanwhile.
+    # All of them answered, or the one that had it says that it has left meanwhile.
     if all(error is None or error.code() is grpc.StatusCode.NOT_FOUND for *_, error in answers):
         raise ConfigError([f"there is no worker {worker_id!r} that could leave"])
     return _told(answers)
@@ -101,7 +101,7 @@ async def _forget(addresses: Sequence[EngineAddress]) -> int:
 
 
 async def _each(addresses: Sequence[EngineAddress], method: str, request: Any) -> list[Answer]:
-    """What each of them answers to the same question, asked of all at once."""
+    """Send the same request to all of them concurrently; returns their answers."""
 
     async def ask(address: EngineAddress) -> Answer:
         async with address.channel() as channel:
@@ -115,7 +115,7 @@ async def _each(addresses: Sequence[EngineAddress], method: str, request: Any) -
 
 
 def _told(answers: Sequence[Answer]) -> int:
-    """The exit status, and a line for each engine core that did not answer."""
+    """Print a line for each engine core that did not answer; returns the exit status."""
     failed = [answer for answer in answers if answer.error is not None]
     for address, _, error in failed:
         print(f"pagoda: error: {address}: {error and (error.details() or error.code().name)}", file=sys.stderr)
