@@ -1,1 +1,1 @@
-"""A transport for httpx that makes streams outlive the gateway they came from; needs httpx and no other tier."""
+"""An httpx transport that makes streams outlive the gateway they came from; needs httpx and no other tier."""

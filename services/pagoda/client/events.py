@@ -1,4 +1,4 @@
-"""A stream is handed on event by event, never by halves: so what was handed on is what the last id covers."""
+"""Passes a stream on in whole events, so that the last id covers exactly what was passed on."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _PASSING = frozenset(("unavailable", "stream_interrupted", "overloaded", "api_er
 
 
 class EventCutter:
-    """Of one stream, over all of its connections.
+    """Cuts one stream into events, over all of its connections.
 
     Attributes:
-        last_id: Of the last event that was handed on and had one; "" before.
-        said: Something was handed on.
-        ended: Its last event was handed on, or one that says for good that there are no more.
-        interrupted: This connection said that it cannot go on; what it said so with waits in `complaint`.
+        last_id: The id of the last event passed on that had one; "" before.
+        said: Whether an event with data was passed on.
+        ended: Whether the stream's last event was passed on, or an error that ends it for good.
+        interrupted: Whether this connection said that it cannot continue; that event is held back in `complaint`.
     """
 
     def __init__(self) -> None:
@@ -36,15 +36,15 @@ class EventCutter:
 
     @property
     def resumable(self) -> bool:
-        """What was handed on, if anything, is known by an id."""
+        """Whether an id covers everything passed on, if anything was."""
         return bool(self.last_id) or not self.said
 
     def begin(self) -> None:
-        """A new connection: of the one before nothing is left but what was whole."""
+        """Begin a new connection, discarding an incomplete event of the one before."""
         self._rest, self.interrupted, self.complaint = b"", False, b""
 
     def feed(self, data: bytes) -> bytes:
-        """The events that are whole now. Raises ValueError for one that is too large."""
+        """The events that are complete now. Raises ValueError for one that is too large."""
         searched = max(0, len(self._rest) - _BORDER_BYTES)
         self._rest += data
         told, begin = b"", 0
@@ -62,7 +62,7 @@ class EventCutter:
         fields = [line.partition(b":") for line in event.splitlines() if line]
         found = {name: value.removeprefix(b" ") for name, _, value in fields}
         if not found.keys() - {b""}:
-            return b""  # comments; behind an id OpenAI's client would take them for an event
+            return b""  # only comments; after an id, OpenAI's client would take them for an event
         data, kind = found.get(b"data", b""), found.get(b"event", b"")
         code = _failure(kind, data)
         if code in _PASSING and self.resumable:
@@ -75,7 +75,7 @@ class EventCutter:
 
 
 def _failure(kind: bytes, data: bytes) -> str | None:
-    """The code of an event that says that the stream failed; None for any other."""
+    """The error code of an event that says that the stream failed; None for other events."""
     if kind != b"error" and not data.startswith(b'{"error":'):
         return None
     try:

@@ -1,4 +1,4 @@
-"""One request over all of its connections: where the next one goes, what it says, and when it is enough. No I/O."""
+"""One request over all of its connections: where the next one goes, what it sends, and when to give up. No I/O."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pagoda_proto import times
 
 GENERATING = ("/chat/completions", "/completions", "/responses", "/messages")
 KEY, LAST_ID, RESUMES = "Idempotency-Key", "Last-Event-ID", "Pagoda-Resumes"
-TRIED_AGAIN = frozenset((502, 503, 504, 529))  # and 409 where the server says so
-MAX_FAILURES = 12  # in a row
-# After these a gateway may have begun, and others do not see for a lease that it is gone.
+TRIED_AGAIN = frozenset((502, 503, 504, 529))  # and 409 if the server says so
+MAX_FAILURES = 12  # consecutive
+# After these errors a gateway may have begun, and others do not notice its loss before its lease expires.
 BROKE_OFF = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
-# The pauses together, for who may go to its own retries; from anew where a gateway says that it is at it.
+# Limit of all pauses together while the caller can still use its own retries; restarts if a gateway is working on it.
 FIRST_EVENT_WITHIN_S = 2 * times.TICKET_LEASE_S
 
 
 def origins_of(base_urls: Sequence[str]) -> list[httpx.URL]:
-    """Raises ValueError for one that is none."""
+    """Raises ValueError for an invalid URL."""
     urls = [httpx.URL(each) for each in base_urls]
     for url in urls:
         if url.scheme not in ("http", "https") or not url.host:
@@ -36,7 +36,7 @@ def is_generating(request: httpx.Request) -> bool:
 
 
 class Going:
-    """`request` has been read. It is given a key where it has none."""
+    """`request` must have been read. It gets a key if it has none."""
 
     def __init__(self, request: httpx.Request, origins: Sequence[httpx.URL], max_failures: int) -> None:
         self.events = EventCutter()
@@ -47,12 +47,12 @@ class Going:
         self._num_failed = 0
         self._key = request.headers.get(KEY) or str(uuid.uuid4())
         self._got_to = ""
-        self.begun = False  # the caller has an answer, so there is no way back to its own retries
-        self._in_progress = False  # a gateway is at it, or may have been when it broke off
-        self._waited_s = self._asked_s = 0.0  # in all; what the last one that refused asks for
+        self.begun = False  # the caller has an answer, so it can no longer use its own retries
+        self._in_progress = False  # a gateway is working on it, or may have been when the connection broke
+        self._waited_s = self._asked_s = 0.0  # in total; the last refusal's `retry-after`
 
     def request(self) -> httpx.Request:
-        """For the next connection."""
+        """The request for the next connection."""
         origin = self._origins[self._at % len(self._origins)]
         self.events.begin()
         url = self._request.url.copy_with(scheme=origin.scheme, host=origin.host, port=origin.port)
@@ -67,14 +67,14 @@ class Going:
         return dict(self._request.extensions)
 
     def feed(self, data: bytes) -> bytes:
-        """What is to be handed on of it."""
+        """The part of the data to pass on."""
         told = self.events.feed(data)
         if self.events.last_id != self._got_to:
             self._got_to, self._num_failed = self.events.last_id, 0
         return told
 
     def over(self, broken: Exception | None) -> bool:
-        """Whether a connection that ended, or broke, was the last one. Raises `broken` where nothing can be done."""
+        """Whether a connection that ended or broke was the last. Raises `broken` if the stream cannot be resumed."""
         if self.events.ended or (broken is None and not self.events.last_id and not self.events.interrupted):
             return True
         if broken is not None and not self.events.resumable:
@@ -82,7 +82,7 @@ class Going:
         return False
 
     def unanswered(self, error: httpx.TransportError) -> None:
-        """It went to a gateway that said nothing. Who has waited for one as long as it would waits for no other."""
+        """The connection failed without an answer. After a timeout, the caller has waited as long as it wants to."""
         self._asked_s = 0.0
         if isinstance(error, BROKE_OFF):
             self._in_progress = True
@@ -90,8 +90,8 @@ class Going:
             self._in_progress = False
 
     def pause_s(self) -> float | None:
-        """After a failure: how long to wait before the next connection, to the next origin; None where it is enough. A
-        request of which nothing has come yet, and nobody is at it, is tried once at each."""
+        """After a failure: how long to wait before connecting to the next origin; None to give up. A request that has
+        no answer yet, and that no gateway is working on, is tried once at each origin."""
         self._num_failed += 1
         self._at += 1
         once = not self.begun and not self._in_progress
@@ -118,7 +118,7 @@ class Going:
 
 
 def _seconds_of(text: str) -> float:
-    """A date is not what our gateways say."""
+    """0 for a date, which our gateways never send."""
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0.0
 
 
@@ -127,5 +127,5 @@ def is_stream(response: httpx.Response) -> bool:
 
 
 def not_resumed(response: httpx.Response) -> httpx.RemoteProtocolError:
-    """`response` has been read."""
+    """`response` must have been read."""
     return httpx.RemoteProtocolError(f"the stream was not resumed: {response.status_code} {response.text[:512]}")

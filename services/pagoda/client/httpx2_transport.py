@@ -1,5 +1,5 @@
-"""The transports of httpx for httpx2, which newer clients ask by, Anthropic's among them: requests, answers and errors
-are handed over, each as its own package has it.
+"""The same transports for httpx2, which newer clients use, Anthropic's among them: converts requests, responses and
+errors between the two packages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagoda.client.going import MAX_FAILURES
 
 
 class ResumingTransport(httpx2.BaseTransport):
-    """For `httpx2.Client`; as httpx's, which connects."""
+    """For `httpx2.Client`; like httpx's, which makes the connections."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ResumingTransport(httpx2.BaseTransport):
 
 
 class AsyncResumingTransport(httpx2.AsyncBaseTransport):
-    """For `httpx2.AsyncClient`; as httpx's, which connects."""
+    """For `httpx2.AsyncClient`; like httpx's, which makes the connections."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class _AsyncStream(httpx2.AsyncByteStream):
 
 
 def _handed_over(request: httpx2.Request) -> httpx.Request:
-    """`request` has been read. It asks for what httpx can unpack, of which httpx2 may know more."""
+    """`request` must have been read. Accepts only encodings that httpx can decode; httpx2 may know more."""
     headers, extensions = httpx.Headers(request.headers.raw), dict(request.extensions)
     if "Accept-Encoding" in headers:
         headers["Accept-Encoding"] = "gzip, deflate"
@@ -100,7 +100,7 @@ def _unread(response: httpx.Response, stream: _Stream | _AsyncStream) -> httpx2.
 
 
 def _read(response: httpx.Response) -> httpx2.Response:
-    """It is decoded already, and as long as it is then."""
+    """The content is already decoded, so headers about its encoding and length are dropped."""
     told = ((name, value) for name, value in response.headers.raw if name.lower() not in _OF_WHAT_WAS_SENT)
     return httpx2.Response(response.status_code, headers=list(told), content=response.content)
 

@@ -1,5 +1,5 @@
-"""What breaks is asked for again, at the next gateway, behind the last event that was handed on; the caller sees one
-stream. Two transports that do the same, one that waits and one that awaits.
+"""Resumes a broken stream at the next gateway, after the last event passed on, so that the caller sees one stream. Two
+transports do the same, one synchronous and one asynchronous.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class ResumingTransport(httpx.BaseTransport):
     """For `httpx.Client`.
 
     Args:
-        base_urls: Gateways that share a store, tried in turn; only that of the request where none is given.
-        transport: What connects; httpx's own where none is given. It is closed with this one.
-        max_failures: Connections in a row that bring nothing.
+        base_urls: Gateways that share a store, tried in turn; only the request's own if none is given.
+        transport: Makes the connections; httpx's own if none is given. It is closed with this one.
+        max_failures: Limit of consecutive connections that yield nothing.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ResumingTransport(httpx.BaseTransport):
         return httpx.Response(200, headers=response.headers, stream=stream, extensions=response.extensions)
 
     def open(self, going: Going) -> httpx.Response:
-        """A stream, or an answer that is read. Raises httpx.TransportError where it is enough."""
+        """Returns a stream, or an answer that has been read. Raises httpx.TransportError after too many failures."""
         while True:
             try:
                 response = self._transport.handle_request(going.request())
@@ -107,7 +107,7 @@ class _Stream(httpx.SyncByteStream):
 
 
 class AsyncResumingTransport(httpx.AsyncBaseTransport):
-    """For `httpx.AsyncClient`; as `ResumingTransport`."""
+    """For `httpx.AsyncClient`; like `ResumingTransport`."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class AsyncResumingTransport(httpx.AsyncBaseTransport):
         return httpx.Response(200, headers=response.headers, stream=stream, extensions=response.extensions)
 
     async def open(self, going: Going) -> httpx.Response:
-        """A stream, or an answer that is read. Raises httpx.TransportError where it is enough."""
+        """Returns a stream, or an answer that has been read. Raises httpx.TransportError after too many failures."""
         while True:
             try:
                 response = await self._transport.handle_async_request(going.request())
