@@ -1,9 +1,9 @@
 """Identifies a request's caller from its head alone, before the body is read.
 
 A caller is an address: the connection's peer, unless the peer is a trusted proxy. Then it is the last address in
-X-Forwarded-For that is not a trusted proxy; whatever precedes that address was written by strangers. The addresses of
-an IPv6 /64, of which one subscriber has them all, count as one. If there are API keys (`keys/`), a caller without one
-gets only health and the page's files, and each key is a tenant, who shares cached prefixes with nobody else.
+X-Forwarded-For that is not a trusted proxy; whatever precedes that address was written by strangers. All addresses of
+an IPv6 /64, which one subscriber has, count as one. If there are API keys (`keys/`), a caller without one gets only
+health and the page's files, and each key is a tenant, who shares cached prefixes with nobody else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which version of Pagoda this is, as clients and transcripts are told."""
+"""Pagoda's version, as shown to clients and in transcripts."""
 
 from importlib import metadata
 

@@ -1,1 +1,1 @@
-"""What clients may say and are told: schemas, errors, JSON in and out."""
+"""What clients may send and what they receive: schemas, errors, JSON in and out."""

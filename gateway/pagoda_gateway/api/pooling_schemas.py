@@ -69,7 +69,7 @@ class ClassifyRequest(Reading):
 
 
 class ScoreRequest(Reading):
-    """POST /score: one text against several, or as many against as many."""
+    """POST /score: one text against several, or two lists of equal length in pairs."""
 
     text_1: Text | Texts
     text_2: Text | Texts

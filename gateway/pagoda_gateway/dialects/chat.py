@@ -179,7 +179,7 @@ class ChatWriter(openai.OpenAIWriter):
         return found
 
     def _deltas(self, update: Update) -> Iterator[tuple[dict[str, Any], int]]:
-        """Deltas, each with the number of the update's units told up to and including it."""
+        """Deltas, each with the number of the update's units up to and including it."""
         units = 0
         for event in update.events:
             units += units_of(event)

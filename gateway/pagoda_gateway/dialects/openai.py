@@ -31,7 +31,7 @@ Chunker = Callable[[list[dict[str, Any]]], bytes]
 
 
 class Chunk(NamedTuple):
-    """One choice of one event; `units` of its update are told by it and the chunks before it."""
+    """One choice of one event; `units`: how many of its update's units it and the chunks before it contain."""
 
     choice: dict[str, Any]
     units: int
@@ -218,7 +218,7 @@ class OpenAIWriter(ABC):
         return data
 
     def _id(self, choice: int, tokens: int, units: int) -> bytes:
-        """The id line of an event that tells this many tokens and units."""
+        """The id line of an event that contains this many tokens and units."""
         if self._marks is None:
             return b""
         self._marks.move(choice, tokens, units)

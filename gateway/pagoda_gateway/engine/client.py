@@ -1,4 +1,4 @@
-"""The gateway's client of all engine cores. The pool owns requests, the links own sessions; this knows who is usable.
+"""The gateway's client of all engine cores. The pool owns requests, the links own sessions; it knows which are usable.
 
 `SessionClient` has a link to each engine core and multiplexes all requests on their sessions. It reports on them as
 one: it is connected if any of them is, and makes progress if any of them does. One task ticks for all: it detects

@@ -191,7 +191,7 @@ class RequestPool:
             self._streams[core] |= {number: (pooled, choice) for choice, number in enumerate(pooled.streams)}
 
     def on_rejected(self, core: Core, rejected: pb.Rejected) -> None:
-        """A new request fails once every engine core has refused it. A lost one retries for as long as it may wait."""
+        """A lost request retries for as long as it may wait; a new one asks the other engine cores, and then fails."""
         pooled = self._current(core, rejected.request_id, rejected.attempt)
         if pooled is None:
             return

@@ -11,7 +11,7 @@ from collections import Counter
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 COUNTED_ABOVE_BYTES = 64 * 1024
-LARGE_BYTES = 128 * 1024  # of a block; glibc's own threshold, until the first such block is freed
+LARGE_BYTES = 128 * 1024  # of a block; also glibc's initial threshold, which it raises when it frees such a block
 _M_MMAP_THRESHOLD = -3
 _libc = ctypes.CDLL(None)
 _malloc_trim = getattr(_libc, "malloc_trim", None)  # glibc's

@@ -1,1 +1,1 @@
-"""The page at `/`: a chat and a view of the stack, plain files that ask this gateway and nobody else."""
+"""The page at `/`: a chat and a view of the stack, plain files that send requests only to this gateway."""

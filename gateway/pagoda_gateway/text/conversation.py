@@ -76,7 +76,9 @@ def _turn(message: dict[str, Any]) -> Turn:
 
 
 def template_messages(turns: Sequence[Turn], *, parts: bool) -> list[dict[str, Any]]:
-    """Args:
+    """Convert turns to messages for a chat template.
+
+    Args:
         parts: The template reads content that is a list of parts.
 
     Raises:

@@ -81,7 +81,7 @@ class TaggedValues:
             calls.end()
 
     def _values(self, source: Source, calls: Calls, parameters: Parameters) -> Reading[bool]:
-        """False where the text breaks off."""
+        """Read all arguments; False if the text breaks off."""
         first, last, lead = self.key.split()[0], self.end.split()[0], ""
         while True:
             yield from source.space()
@@ -104,7 +104,7 @@ class TaggedValues:
         return self.value.split()[0]
 
     def _value(self, source: Source, calls: Calls, lead: str, types: frozenset[str]) -> Reading[bool]:
-        """False where the text breaks off."""
+        """Read one value; False if the text breaks off."""
         if not (yield from source.loosely(self.value[len(self._key_end) :])):
             return False
         if self.typed:
