@@ -1,1 +1,1 @@
-"""The model in this process, without servers: `LLM`, `AsyncLLM`, and what they return."""
+"""A model in this process, without servers: `LLM`, `AsyncLLM`, and what they return."""

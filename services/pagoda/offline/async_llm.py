@@ -1,7 +1,7 @@
 """Generation inside an asyncio program: the engine core runs in a thread, requests are async generators.
 
-The thread only posts deltas to the event loop that asked; a request is touched by its own loop alone. Any number of
-loops may use one model, at once or one after another.
+The thread only posts deltas to the event loop that made the request; only that loop touches the request. Any number of
+event loops may use one model, concurrently or one after another.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class AsyncLLM:
         request_id: str = "",
         lora_request: LoRARequest | str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs as they grow: each holds everything so far, the last is `finished`. Steps that come faster than the
-        caller takes them are merged. Leaving the iteration early aborts the request.
+        """Yield the growing output: each item holds everything so far, the last is `finished`. Steps that arrive faster
+        than the caller reads are merged. Leaving the iteration early aborts the request.
 
         Raises:
             PagodaError: prompt or parameters are not valid, the request failed, or this model was closed.
@@ -79,11 +79,11 @@ class AsyncLLM:
         self._local.engine.abort(request_id)
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's author recommends (generation_config.json)."""
+        """The parameters that the model's author recommends (generation_config.json)."""
         return self._local.default_params()
 
     async def close(self) -> None:
-        """End what runs and let the model go."""
+        """End running requests and release the model."""
         self._stop.set()
         self._local.engine.call(lambda: None)
         await asyncio.to_thread(self._thread.join, times.OFFLINE_STOPS_S)
@@ -112,7 +112,7 @@ class AsyncLLM:
 
 
 class _LoopSink:
-    """Carries the engine thread's answers into one event loop."""
+    """Passes the engine thread's answers to one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, local: Local) -> None:
         self._loop = loop
@@ -120,7 +120,7 @@ class _LoopSink:
         self._open: dict[str, tuple[OfflineRequest, asyncio.Event]] = {}
 
     def add(self, request: OfflineRequest) -> asyncio.Event:
-        """Raises PagodaError when a request of this name is open."""
+        """Raises PagodaError if a request of this name is open."""
         name = request.record.request_id
         if name in self._open:
             raise PagodaError(ErrorCode.INVALID_ARGUMENT, f"request {name!r} is already running", "request_id")
@@ -131,7 +131,7 @@ class _LoopSink:
     def remove(self, name: str) -> None:
         self._open.pop(name, None)
 
-    # Called by the engine's thread.
+    # Called in the engine's thread.
 
     def accepted(self, request_id: str, attempt: int, stream: int) -> None: ...
 
@@ -154,11 +154,11 @@ class _LoopSink:
     def _post(self, call: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(call)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed, so nobody waits any more
             while self._open:
                 self._engine.abort(self._open.popitem()[0], sink=self)
 
-    # Run by the event loop.
+    # Run in the event loop.
 
     def _take(self, deltas: list[Delta]) -> None:
         for delta in deltas:

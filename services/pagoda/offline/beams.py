@@ -1,4 +1,4 @@
-"""Beam search over a model in this process: a request as any other, whose choices are the sequences found."""
+"""Beam search with a model in this process: an ordinary request whose choices are the sequences found."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class BeamSearchParams:
     """How to search.
 
     Attributes:
-        beam_width: How many beams are kept, and how many sequences come of it.
-        max_tokens: Most output tokens of a sequence.
+        beam_width: Number of beams, and of sequences returned.
+        max_tokens: Maximum number of output tokens of a sequence.
         ignore_eos: Do not end at the model's end-of-sequence tokens.
-        length_penalty: A sequence's score is the sum of its log-probabilities over its length to this power.
+        length_penalty: A sequence's score is the sum of its log-probabilities divided by its length to this power.
     """
 
     beam_width: int
@@ -26,7 +26,7 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def asked(self) -> SamplingParams:
-        """What a request asks for. Raises InvalidParams."""
+        """The sampling parameters of the request. Raises InvalidParams."""
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,
@@ -50,13 +50,13 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """Of one prompt, the best sequence first."""
+    """The sequences found for one prompt, the best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 def searched(output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
-    """What was found of one prompt."""
+    """Convert one prompt's output."""
     return BeamSearchOutput([_sequence(output.prompt_token_ids, one, params) for one in output.outputs])
 
 

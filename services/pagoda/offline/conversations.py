@@ -1,7 +1,7 @@
-"""Conversations that are given as Python objects: what cannot be shown to a model is refused, and nothing is left out.
+"""Conversations given as Python objects: rejects what cannot be shown to a model, and drops nothing.
 
-Roles, and what else a message has, are the chat template's to judge, as in Hugging Face's own: calls may do without
-ids, and their arguments may be objects.
+As in Hugging Face's own, the chat template judges roles and other fields of a message: tool calls need no ids, and
+their arguments may be objects.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_PROBLEMS = 8
 
 
 def conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """Of messages, or of several lists of them, as plain objects. Raises InvalidParams, naming what is at fault."""
+    """A list of messages, or several, as lists of plain objects. Raises InvalidParams, naming what is at fault."""
     try:
         given = _plain(messages)
     except RecursionError:
@@ -42,7 +42,7 @@ def _conversation_problems(several: Any, single: bool) -> Iterator[Problem]:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings, other lists, and objects of a client's library, as dicts and lists."""
+    """Convert mappings, sequences and objects of client libraries to dicts and lists."""
     if callable(dump := getattr(value, "model_dump", None)):
         value = dump(exclude_none=True)
     if isinstance(value, Mapping):

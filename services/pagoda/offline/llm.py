@@ -1,4 +1,4 @@
-"""Offline generation: `LLM` has a model, and calls its engine core from the caller's own thread.
+"""Offline generation: `LLM` holds a model, and drives its engine core in the caller's thread.
 
 from pagoda import LLM, SamplingParams
 
@@ -45,7 +45,7 @@ PROGRESS_EVERY_S = 0.1
 
 
 class GenerationFailed(PagodaError):
-    """Some prompts failed. `outputs` has those that did not, in their places, and None for the others."""
+    """Some prompts failed. `outputs` has the outputs of the others in their places, and None for those that failed."""
 
     def __init__(self, cause: PagodaError, outputs: list[RequestOutput | None]) -> None:
         super().__init__(cause.code, cause.message, cause.param)
@@ -53,10 +53,10 @@ class GenerationFailed(PagodaError):
 
 
 class LLM:
-    """A model for offline use. One call at a time works; calls from other threads wait.
+    """A model for offline use. Only one call runs at a time; calls from other threads wait.
 
     Args:
-        model: Directory of a checkpoint or hub id, the bundled demo model when empty; or parts that are wired already.
+        model: Directory of a checkpoint or hub id, the bundled demo model if empty; or an already wired `Local`.
         options: Options of the engine core and of the worker by name (`dtype`, `max_model_len`, `kv_cache_gib`, ..).
 
     Raises:
@@ -79,12 +79,13 @@ class LLM:
         """Continue prompts: text, token ids, or {"prompt": ..} / {"prompt_token_ids": ..}; one or a list of them.
 
         Args:
-            sampling_params: For all prompts, or one for each; the model author's defaults when None.
-            use_tqdm: Show progress with token rates, where standard error is a terminal.
-            logits_processors: For all prompts, or one or None for each: a function of a choice's output tokens and the
-                logits that follow them (numpy, [vocab_size] float32), to those to choose from. What it returns is taken
-                for the model's own: all other parameters come after it, and log-probabilities are of it.
-            lora_request: An adapter for all prompts: a name of `lora_modules`, or as vLLM has it, below `lora_dir`.
+            sampling_params: For all prompts, or one for each; the model author's defaults if None.
+            use_tqdm: Show progress with token rates if standard error is a terminal.
+            logits_processors: For all prompts, or one or None for each: a function from a choice's output tokens and
+                the logits that follow them (numpy, [vocab_size] float32) to the logits to sample from. These replace
+                the model's own: all other parameters apply to them, and log-probabilities are computed from them.
+            lora_request: An adapter for all prompts: a name in `lora_modules`, or a request as in vLLM, with a path
+                below `lora_dir`.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -113,10 +114,10 @@ class LLM:
         use_tqdm: bool = False,
         lora_request: LoRARequest | str | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations that a search with `params.beam_width` beams finds, for each of the prompts.
+        """The likeliest continuations of each prompt that a search with `params.beam_width` beams finds.
 
         Raises:
-            PagodaError: a prompt does not fit, or the width is more than there are log-probabilities for.
+            PagodaError: a prompt does not fit, or the width exceeds the number of log-probabilities available.
         """
         outputs = self.generate(prompts, params.asked(), use_tqdm, lora_request=lora_request)
         return [searched(output, params) for output in outputs]
@@ -132,12 +133,12 @@ class LLM:
         """Answer a conversation (a list of {"role", "content"}), or each of several.
 
         Args:
-            template_options: `tools`, `add_generation_prompt`, `continue_final_message`, and what the model's chat
-                template itself reads.
+            template_options: `tools`, `add_generation_prompt`, `continue_final_message`, and whatever the model's chat
+                template reads.
 
         Raises:
             TypeError: the template does not read an option.
-            PagodaError: as `generate`, and when the template does not take these messages.
+            PagodaError: as `generate`, and if the template rejects these messages.
         """
         known = {"tools", "add_generation_prompt", "continue_final_message"} | self._local.text.template_options
         for name in template_options:
@@ -157,15 +158,15 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """A vector of each prompt.
+        """The embedding of each prompt.
 
         Args:
-            pooling_params: What is to be otherwise than the model's files say: length, dimensions.
-            truncate_prompt_tokens: Keep only so many tokens of each; -1 for as many as the model takes.
+            pooling_params: Deviations from what the model's files say: length, dimensions.
+            truncate_prompt_tokens: Keep only this many tokens of each prompt; -1 for as many as the model takes.
 
         Raises:
-            PagodaError: a prompt does not fit, or the model makes no vectors.
-            GenerationFailed: some prompts failed while they were read.
+            PagodaError: a prompt does not fit, or the model makes no embeddings.
+            GenerationFailed: some prompts failed while running.
         """
         return self._reads(use_tqdm).embed(prompts, pooling_params, truncate_prompt_tokens)
 
@@ -178,20 +179,20 @@ class LLM:
         pooling_task: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the model makes of each prompt: `pooling_task` is embed, token_embed or classify, what the model is for
-        when None. Raises as `embed` does."""
+        """The model's output for each prompt: `pooling_task` is embed, token_embed or classify; if None, what the model
+        is for. Raises as `embed` does."""
         return self._reads(use_tqdm).encode(prompts, pooling_params, pooling_task, truncate_prompt_tokens)
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, *, truncate_prompt_tokens: int | None = None
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """The share of each of the model's labels. Raises as `embed` does."""
+        """The probability of each of the model's labels. Raises as `embed` does."""
         return self._reads(use_tqdm).classify(prompts, None, truncate_prompt_tokens)
 
     def reward(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, *, truncate_prompt_tokens: int | None = None
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """Scores as the model's head gives them, through no activation. Raises as `embed` does."""
+        """The raw scores of the model's head, without activation. Raises as `embed` does."""
         return self._reads(use_tqdm).classify(prompts, False, truncate_prompt_tokens)
 
     def score(
@@ -202,15 +203,15 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """How well texts go together: one against several, or as many against as many. Raises as `embed` does."""
+        """Score pairs of texts: one against several, or two equally long lists pairwise. Raises as `embed` does."""
         return self._reads(use_tqdm).score(data_1, data_2, truncate_prompt_tokens)
 
     def _reads(self, show_progress: bool) -> Reads:
         return Reads(self._local, lambda requests: self._run(requests, show_progress))
 
     def replay(self, transcript: Transcript, use_tqdm: bool = False) -> Transcript:
-        """What comes of a request of which a server kept a transcript (`read_transcript`) when this model computes it
-        again; `differences` of the two says where it is not the same.
+        """Recompute a request from the transcript that a server kept (`read_transcript`); returns a new transcript.
+        `differences` says where the two differ.
 
         Raises:
             PagodaError: it does not fit the model.
@@ -220,26 +221,26 @@ class LLM:
 
     @property
     def model_fingerprint(self) -> str:
-        """Names the weights, by their content."""
+        """Identifies the weights by their content."""
         return self._local.engine.load().model_fingerprint
 
     @property
     def numerics_id(self) -> str:
-        """Names all else that numbers depend on: kernels, types, formats."""
+        """Identifies everything else that results depend on: kernels, dtypes, formats."""
         return self._local.engine.load().numerics_id
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits: token ids are below it."""
+        """Width of the logits; all token ids are below it."""
         return self._local.limits.vocab_size
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a prompt and its output together."""
+        """Maximum number of tokens of a prompt and its output together."""
         return self._local.limits.max_model_len
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's author recommends (generation_config.json)."""
+        """The parameters that the model's author recommends (generation_config.json)."""
         return self._local.default_params()
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -254,7 +255,7 @@ class LLM:
         return self._local.text.decode(token_ids)
 
     def close(self) -> None:
-        """Let the model go. Closing twice does nothing."""
+        """Release the model. Closing twice does nothing."""
         with self._lock:
             self._local.engine.close()
 
@@ -308,7 +309,7 @@ def _processed(
 
 
 class _Collector:
-    """The sink of one call: hands deltas to their requests."""
+    """The sink of one call: passes deltas to their requests."""
 
     def __init__(self, local: Local, requests: list[OfflineRequest | ReadRequest]) -> None:
         self._engine = local.engine
@@ -353,7 +354,7 @@ class _Collector:
                 request.error = error
 
     def abort_open(self) -> None:
-        """Nothing is left behind in the engine core, also when the caller interrupts us."""
+        """Leave nothing behind in the engine core, even if the caller interrupts us."""
         for request_id in self._open:
             self._engine.abort(request_id)
         while self._open and self._engine.step(0.0):

@@ -1,7 +1,7 @@
 """One model in this process: its text side, an engine core, and a runner in place of workers.
 
-The parts are those of the server, so the tokens are those of the server. What limits a server's queue has no meaning
-for a caller who brings all prompts at once, so those limits are off.
+The parts are the server's, so the tokens are the server's. Limits of a server's queue are off, because they make no
+sense for a caller that submits all prompts at once.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ Prompt = str | list[int] | Mapping[str, Any]
 
 
 class LoRARequest(NamedTuple):
-    """An adapter to be used, with the arguments that vLLM's has; the number means nothing here.
+    """An adapter to use, with the arguments of vLLM's class; `lora_int_id` is ignored.
 
-    Without a path it is the one of this name in `lora_modules`; else what lies there, in one of them or in `lora_dir`.
+    Without a path, it is the adapter of this name in `lora_modules`; otherwise the one at the path, which must be one
+    of these or in `lora_dir`.
     """
 
     lora_name: str
@@ -46,8 +47,8 @@ class LoRARequest(NamedTuple):
 
 
 class Local:
-    """The parts, wired. `engine` is driven by its owner: by calling `step`, or by a thread in `run`. `adapters` are
-    those of `lora_modules`, by their names; others are read when they are asked for, files of up to `most_bytes`.
+    """The wired parts. The owner drives `engine`, by calling `step` or by a thread in `run`. `adapters` are those of
+    `lora_modules`, by name; others are read when requested, from files of up to `most_bytes`.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class Local:
         self._pid = os.getpid()
         self.text = text
         self.engine = engine
-        engine.step(0.0)  # the runner joins, and its limits become known
+        engine.step(0.0)  # the runner joins, which makes its limits known
         load = engine.load()
         self.limits = ModelLimits(load.vocab_size, load.max_model_len)
         self.readings = engine.admission.readings
 
     @staticmethod
     def load(model: str | Local, options: Mapping[str, Any]) -> Local:
-        """Load a model and wire it; what is wired already takes no options and stays as it is.
+        """Load a model and wire its parts; a `Local` takes no options and is returned as it is.
 
         Raises:
             TypeError: an unknown option.
@@ -78,7 +79,7 @@ class Local:
         settings = from_keywords(model=model, **_spelt(options))
         choose_libraries()
         from pagoda_worker.process.loop import Identity
-        from pagoda_worker.process.startup import load_runner  # imports torch: bad options are told before
+        from pagoda_worker.process.startup import load_runner  # imports torch, so bad options are reported before
 
         model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
         try:
@@ -96,17 +97,17 @@ class Local:
         return Local(text, EngineCore(config, InprocExecutor(runner, hello)), adapters, worker.max_lora_bytes)
 
     def check_process(self) -> None:
-        """Raises PagodaError in a process that was forked from the one that made it."""
+        """Raises PagodaError in a fork of the process that made it."""
         if os.getpid() != self._pid:
             message = "this model was loaded by another process, of whose threads a fork has none"
             raise PagodaError(ErrorCode.UNAVAILABLE, message)
 
     def default_params(self) -> SamplingParams:
-        """What the model's author recommends, and no limit but the context."""
+        """The parameters that the model's author recommends, with no limit but the context."""
         return SamplingParams(**self.text.sampling_defaults)
 
     def adapter(self, asked: LoRARequest | str | None) -> Adapter | None:
-        """Raises InvalidParams for a name that `lora_modules` does not have, or files that are no adapter's."""
+        """Raises InvalidParams for a name that is not in `lora_modules`, or files that are not an adapter's."""
         if asked is None:
             return None
         if not isinstance(asked, LoRARequest | str):
@@ -122,7 +123,7 @@ class Local:
             raise InvalidParams([Problem("lora_request", str(error))]) from error
 
     def adapter_of(self, digest: str) -> Adapter:
-        """Raises PagodaError where `lora_modules` has none of this content."""
+        """Raises PagodaError if `lora_modules` has no adapter of this content."""
         found = next((each for each in self._adapters.values() if each.digest == digest), None)
         if found is None:
             message = f"it was made with an adapter of digest {digest}, which none of lora_modules has"
@@ -132,7 +133,7 @@ class Local:
     def open(
         self, prompt: Prompt, params: SamplingParams, request_id: str = "", adapter: Adapter | None = None
     ) -> OfflineRequest:
-        """A request ready to be submitted, checked against the model.
+        """Make a request that is checked against the model and ready to submit.
 
         Raises:
             PagodaError: the prompt or the parameters do not fit the model.
@@ -152,7 +153,7 @@ class Local:
         return OfflineRequest(record, text, self.text)
 
     def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Its text, if it came as text, and its tokens. Raises InvalidParams for what is no prompt."""
+        """The prompt's text, if given as text, and its tokens. Raises InvalidParams if it is not a prompt."""
         if isinstance(prompt, str):
             return prompt, self.text.encode(prompt)
         if isinstance(prompt, Mapping):
@@ -167,7 +168,7 @@ class Local:
 
 
 def _spelt(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapters may be named by a mapping, too."""
+    """Converts `lora_modules`, which may also be a mapping, to its text form."""
     named = options.get("lora_modules")
     text = ",".join(f"{name}={path}" for name, path in named.items()) if isinstance(named, Mapping) else named
     return dict(options) | ({} if text is None else {"lora_modules": text})
@@ -184,7 +185,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def failure(errors: Mapping[int, PagodaError]) -> PagodaError:
-    """One error that tells of all, by the number of the prompt."""
+    """Combine errors, by prompt number, into one."""
     first = next(iter(errors.values()))
     told = [f"prompt {index}: {error.message}" for index, error in list(errors.items())[:10]]
     more = f"; and {len(errors) - 10} more" if len(errors) > 10 else ""

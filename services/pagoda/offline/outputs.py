@@ -1,4 +1,4 @@
-"""What offline generation gives back: the field's well-known shapes, put together from the engine core's deltas."""
+"""The results of offline generation, in the field's usual classes, assembled from the engine core's deltas."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class CompletionOutput:
     """One choice.
 
     Attributes:
-        index: Which choice of the request.
+        index: The choice's number in the request.
         text: The text so far.
-        token_ids: Its tokens so far.
-        cumulative_logprob: Sum over the tokens; None when no log-probabilities were asked for.
-        logprobs: Per token the alternatives by token id, the chosen token among them; None when not asked for.
+        token_ids: The tokens so far.
+        cumulative_logprob: Sum over the tokens; None if no log-probabilities were requested.
+        logprobs: Per token, the alternatives by token id, including the chosen token; None if not requested.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         stop_reason: The stop string or stop token id that ended it; None otherwise.
     """
@@ -64,8 +64,8 @@ class RequestOutput:
     """A request and everything generated for it so far.
 
     Attributes:
-        prompt: The prompt's text; None when it was given as token ids.
-        prompt_logprobs: Per prompt token the alternatives by token id, None for the first; None when not asked for.
+        prompt: The prompt's text; None if it was given as token ids.
+        prompt_logprobs: Per prompt token, the alternatives by token id, None for the first; None if not requested.
         finished: Whether every choice has ended.
         metrics: Known once finished.
     """
@@ -80,7 +80,7 @@ class RequestOutput:
 
 
 class OfflineRequest:
-    """A request of this process: takes deltas, keeps its `output` up to date. `error` is set when it failed."""
+    """A request in this process: takes deltas, keeps its `output` up to date. `error` is set if it failed."""
 
     def __init__(self, record: RequestRecord, prompt: str | None, text: ModelText) -> None:
         params = record.task.params
@@ -100,7 +100,7 @@ class OfflineRequest:
         return self.output.finished or self.error is not None
 
     def take(self, delta: Delta) -> int | None:
-        """Add a delta; returns the choice to abort when a stop string has just ended it on the text side. One that
+        """Add a delta; returns the choice to abort if a stop string has just ended it on the text side. A delta that
         cannot be added fails the request."""
         try:
             return self._add(delta)

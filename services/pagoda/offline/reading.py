@@ -1,4 +1,4 @@
-"""What a model that reads makes of prompts, offline: records in, vectors and scores out, in the field's shapes."""
+"""Offline use of embedding and scoring models: records in, vectors and scores out, in the field's usual classes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PoolingOutput:
-    """Numbers; of each token with `token_embed`."""
+    """The numbers of a prompt; with `token_embed`, those of each token."""
 
     data: list[float] | list[list[float]]
 
@@ -52,7 +52,7 @@ class ScoringOutput:
 
 @dataclass(frozen=True)
 class PoolingRequestOutput(Generic[T]):
-    """A prompt that was read, and what came of it."""
+    """A prompt and its output."""
 
     request_id: str
     outputs: T
@@ -62,7 +62,7 @@ class PoolingRequestOutput(Generic[T]):
 
 
 class ReadRequest:
-    """A request of this process whose prompt is read; see `OfflineRequest`."""
+    """A pooling request in this process; see `OfflineRequest`."""
 
     def __init__(self, record: RequestRecord) -> None:
         self.record = record
@@ -93,7 +93,7 @@ class ReadRequest:
 
 @dataclass(frozen=True)
 class Reads:
-    """Reads prompts of one model. `run` brings requests to their end."""
+    """Reads prompts with one model. `run` runs requests to completion."""
 
     local: Local
     run: Callable[[list[ReadRequest]], list[ReadRequest]]
@@ -133,7 +133,7 @@ class Reads:
         return [one.shown(ClassificationOutput(floats(one.data))) for one in self.run(self._opened(given, asked, keep))]
 
     def score(self, first: str | Sequence[str], second: str | Sequence[str], keep: int | None) -> list[Any]:
-        """One text against several, or as many against as many."""
+        """One text against several, or two equally long lists pairwise."""
         queries, documents = ([one] if isinstance(one, str) else list(one) for one in (first, second))
         if len(queries) not in (1, len(documents)):
             message = f"must have one text or as many as data_2 ({len(documents)}), got {len(queries)}"
@@ -167,7 +167,7 @@ class Reads:
         return opened
 
     def _open(self, prompt: Prompt | Pair, params: PoolingParams, keep: int | None) -> ReadRequest:
-        """Raises PagodaError when the prompt or the parameters do not fit the model."""
+        """Raises PagodaError if the prompt or the parameters do not fit the model."""
         text, local = self.local.text, self.local
         keep = local.limits.max_model_len if keep == -1 else keep
         if isinstance(prompt, str | tuple):

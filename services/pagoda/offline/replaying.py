@@ -1,4 +1,4 @@
-"""A transcript computed again by the model in this process: the same records in, what comes of them out."""
+"""Recomputes a transcript with the model in this process: the same records in, their outcomes out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pagoda_proto.steps import TopLogprobs
 
 
 class ReplayedRequest:
-    """A request of this process, read as the gateway reads it; see `OfflineRequest`."""
+    """A request in this process, parsed as the gateway parses it; see `OfflineRequest`."""
 
     def __init__(self, record: RequestRecord, local: Local, shown: Shown) -> None:
         self.record = record
@@ -53,7 +53,7 @@ class ReplayedRequest:
 
 
 def replayed(local: Local, run: Callable[[list[Any]], list[Any]], kept: Transcript) -> Transcript:
-    """What comes of it here. `run` brings requests to their end.
+    """Recompute `kept` here. `run` runs requests to completion.
 
     Raises:
         PagodaError: it does not fit the model, or failed.
