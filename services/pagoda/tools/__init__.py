@@ -1,1 +1,1 @@
-"""What several commands use: finding a checkpoint, making keys, asking a server, naming versions."""
+"""Tools that several commands share: finding checkpoints, making keys, querying a server, listing versions."""

@@ -1,4 +1,4 @@
-"""One question to a running server, its answer printed as it arrives, and how fast it came."""
+"""Sends one request to a running server, and prints its answer as it arrives, then its speed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ QUIET_TIMEOUT_S = 600.0
 
 
 def problem_of(error: Exception, about: str = "") -> ConfigError:
-    """What to raise for an exchange that failed, with what it was about before its words."""
+    """The exception to raise for a failed exchange; its message begins with `about`."""
     kind = UnreachableError if isinstance(error, NoConnection) else ConfigError
     return kind([f"{about}{error}"])
 
 
 @dataclass
 class Ask:
-    """Where and how to ask."""
+    """Where to send requests, and with which model and options."""
 
     target: Target
     model: str
@@ -34,7 +34,7 @@ class Ask:
 
 
 def own_key() -> str:
-    """What a server on this machine would have been told to ask for."""
+    """The API key that a server on this machine would require."""
     return environment_value("PAGODA_API_KEY").partition(",")[0]
 
 
@@ -52,7 +52,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def connect(arguments: argparse.Namespace) -> Ask:
-    """Raises HttpError or ValueError when there is no such server."""
+    """Raises HttpError or ValueError if there is no such server."""
     target = Target(arguments.base_url, arguments.api_key)
     named = {name: getattr(arguments, name) for name in ("max_tokens", "temperature", "seed")}
     options = {name: value for name, value in named.items() if value is not None}
@@ -60,7 +60,7 @@ async def connect(arguments: argparse.Namespace) -> Ask:
 
 
 async def first_model(target: Target, timeout_s: float) -> str:
-    """The name of the server's first model. Raises HttpError when it does not say."""
+    """The name of the server's first model. Raises HttpError if it does not say."""
     connection = await Connection.open(target)
     answer = await connection.exchange(target.request("GET", "/v1/models"), lambda now, event: None, timeout_s)
     connection.close()
@@ -73,10 +73,10 @@ async def first_model(target: Target, timeout_s: float) -> str:
 
 
 async def ask(session: Ask, path: str, question: dict[str, Any]) -> str:
-    """Print the answer while it comes, then its pace on standard error; returns the answer's text.
+    """Print the answer as it arrives, then its speed on standard error; returns the answer's text.
 
     Raises:
-        HttpError: there was no whole answer.
+        HttpError: there was no complete answer.
     """
     stream = {"model": session.model, "stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps(stream | session.options | question).encode()

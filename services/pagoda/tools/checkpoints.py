@@ -1,4 +1,4 @@
-"""From what a user calls a model to where it is: the bundled one, a local directory or GGUF file, or a hub id."""
+"""Finds a model by the name that a user gives: the bundled one, a local directory or GGUF file, or a hub id."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def served_name(model: str) -> str:
-    """What clients call the model unless the operator names it: a hub id as it is, otherwise the directory's name or
-    that of the file, without its ending."""
+    """The name that clients use for the model unless the operator gives one: a hub id as it is, otherwise the name of
+    the directory, or of the file without its suffix."""
     if not model:
         return DEMO_NAME
     path = Path(model).expanduser()
@@ -33,7 +33,7 @@ def locate(model: str, revision: str = "", *, weights: bool = True) -> Path:
         weights: False leaves the weights out, for a process that needs only the text side.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be had; or what is no model of the hub is to have a revision.
+        ConfigError: there is no such model, it cannot be fetched, or a revision is given for one not from the hub.
     """
     path = Path(model).expanduser()
     if revision and (not model or path.exists()):
@@ -52,7 +52,7 @@ def locate(model: str, revision: str = "", *, weights: bool = True) -> Path:
 
 
 def _in_directory(model: str, path: Path, hub: bool = False) -> Path:
-    """Safetensors files go before a GGUF file, the same model in another form; of the `hub` only they come."""
+    """Prefers safetensors files to a GGUF file of the same model; downloads from the `hub` have no GGUF files."""
     found = [] if hub or any(path.glob("*.safetensors")) else gguf_in(path)
     if len(found) == 1:
         return found[0]

@@ -22,15 +22,15 @@ OnEvent = Callable[[float, bytes], None]
 
 
 class HttpError(Exception):
-    """The exchange failed: no connection, a broken answer, too slow."""
+    """The exchange failed: no connection, a broken answer, or a timeout."""
 
 
 class NoConnection(HttpError):
-    """Nobody is there."""
+    """No connection could be made."""
 
 
 class StaleConnection(HttpError):
-    """A kept connection turned out to be closed before anything of the answer arrived; another one may do."""
+    """A kept connection was closed before any of the answer arrived; a retry on another one may succeed."""
 
 
 @dataclass
@@ -65,14 +65,14 @@ class Target:
 
 @dataclass
 class HttpAnswer:
-    """What came back. `body` holds everything but an event stream, which went to `on_event`."""
+    """An answer. `body` holds everything except an event stream, which went to `on_event`."""
 
     status: int
     body: bytes
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive connection. After any HttpError it is of no more use."""
+    """One keep-alive connection. After any HttpError it must not be used again."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         """Send a request and wait for the end of its answer; `on_event` gets each server-sent event as it arrives.
 
         Raises:
-            HttpError: the answer did not come, or not whole, or not within `timeout_s`.
+            HttpError: the answer did not come, is incomplete, or took longer than `timeout_s`.
         """
         if self._transport is None or not self.alive:
             raise StaleConnection("the connection is closed")
@@ -146,7 +146,7 @@ class Connection(asyncio.Protocol):
 
 
 class _Parser:
-    """Bytes of one answer in, events and a body out. httptools calls what is named `on_..` but `on_event`."""
+    """Bytes of one answer in, events and a body out. httptools calls all methods `on_..` except `on_event`."""
 
     def __init__(self, on_event: OnEvent) -> None:
         self._on_event = on_event
@@ -174,7 +174,7 @@ class _Parser:
         return HttpAnswer(self.status, bytes(self._body))
 
     def feed(self, now: float, data: bytes) -> bool:
-        """Take bytes; True when the answer is complete. Raises ValueError for what is no HTTP."""
+        """Take bytes; True when the answer is complete. Raises ValueError if they are not HTTP."""
         self._now = now
         self._head_bytes += len(data) if self._in_head else 0
         try:

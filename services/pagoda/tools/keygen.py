@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 
 from pagoda_proto.keys import TLS_SERVER_NAME
 
-_BACKDATED = timedelta(minutes=5)  # for clocks that are a little behind
+_BACKDATED = timedelta(minutes=5)  # for clocks that are slightly behind
 
 
 class _Term(NamedTuple):
@@ -27,8 +27,8 @@ class _Term(NamedTuple):
 def generate(out: Path, valid_days: int = 825, now: datetime | None = None) -> list[Path]:
     """Write one directory per role and return the files. Refuses to overwrite an existing directory.
 
-    The authority that signs the certificates ends with them and its key is not kept, so none can be added to a set.
-    `now` is the clock's where it is not given.
+    The authority that signs the certificates expires with them and its key is not kept, so none can be added to a set.
+    `now` defaults to the clock's time.
 
     Raises:
         FileExistsError: a role's directory exists already.
@@ -92,7 +92,7 @@ def _name(common_name: str) -> x509.Name:
 
 def _authority(term: _Term) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP256R1())
-    name = f"pagoda-ca {secrets.token_hex(8)}"  # by which it is found among others in a file
+    name = f"pagoda-ca {secrets.token_hex(8)}"  # distinguishes it from others in the same file
     builder = _builder(name, _name(name), key, term)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     return key, builder.sign(key, hashes.SHA256())

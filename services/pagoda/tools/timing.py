@@ -42,10 +42,10 @@ decode_event = msgspec.json.Decoder(Event).decode
 
 @dataclass
 class Timing:
-    """What became of one request. Times are seconds of `time.perf_counter`."""
+    """The outcome of one request. Times are in seconds of `time.perf_counter`."""
 
     started: float = 0.0
-    first: float | None = None  # first event with text, or with a choice when none ever has text
+    first: float | None = None  # first event with text, or with a choice if none ever has text
     last: float | None = None
     ended: float = 0.0
     gaps: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""`pagoda version`: the program's own version and those of what it stands on."""
+"""`pagoda version`: the versions of the program and of its main dependencies."""
 
 from __future__ import annotations
 
