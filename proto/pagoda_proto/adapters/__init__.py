@@ -1,1 +1,1 @@
-"""Adapters as every tier knows them: by the digest of their files, which gateway and worker read alike."""
+"""Adapters, which all tiers identify by the digest of their files, read in the same way by gateway and worker."""

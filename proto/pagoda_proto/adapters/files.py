@@ -1,6 +1,6 @@
-"""The two files of an adapter, as PEFT writes them: how large they may be, where they may lie, what their digest is.
+"""The two files of an adapter, as PEFT writes them: their size limits, allowed places and digest.
 
-Gateway and worker both read them here, so that what a name meant is what is computed with, or nothing is.
+Gateway and worker both read them here, so a worker computes with exactly what the name meant to the gateway, or fails.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PIECE_BYTES = 1 << 20
 
 
 class AdapterError(ValueError):
-    """An adapter that cannot be used, and why."""
+    """An adapter that cannot be used; the message says why."""
 
 
 def identify(path: Path, max_bytes: int) -> Adapter:
-    """The adapter in a directory, which is to be absolute; all of its files is read.
+    """The adapter in a directory, given by its absolute path. Reads both files completely.
 
     Raises:
-        AdapterError: files are missing, too large, or no adapter's.
+        AdapterError: files are missing, too large, or not those of an adapter.
     """
     config = read_config(path)
     sha256 = hashlib.sha256()
@@ -39,10 +39,10 @@ def identify(path: Path, max_bytes: int) -> Adapter:
 
 
 def inside(path: Path, allowed: Iterable[Path]) -> Path:
-    """The directory that a path leads to, through all links, if it is one of those allowed or lies below one.
+    """The directory that a path resolves to, through all links, if it is an allowed one or lies below one.
 
     Raises:
-        AdapterError: it does not.
+        AdapterError: it is not.
     """
     try:
         real = path.resolve(strict=True)
@@ -54,7 +54,7 @@ def inside(path: Path, allowed: Iterable[Path]) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """adapter_config.json. Raises AdapterError."""
+    """Read adapter_config.json. Raises AdapterError."""
     with _regular(path, CONFIG, MAX_CONFIG_BYTES) as file:
         content = file.read(MAX_CONFIG_BYTES + 1)
     if len(content) > MAX_CONFIG_BYTES:
@@ -69,17 +69,17 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def open_weights(path: Path, max_bytes: int) -> BinaryIO:
-    """adapter_model.safetensors, to be read. Raises AdapterError."""
+    """Open adapter_model.safetensors for reading. Raises AdapterError."""
     if not (path / WEIGHTS).exists() and (path / "adapter_model.bin").exists():
         raise AdapterError(f"there is adapter_model.bin but no {WEIGHTS}; other formats are not loaded")
     return _regular(path, WEIGHTS, max_bytes)
 
 
 def _regular(path: Path, name: str, max_bytes: int) -> BinaryIO:
-    """A file of the directory: no link out of it, no pipe that nobody writes to."""
+    """Open a file of the directory, but no link out of it, and no pipe, which might have no writer."""
     file = path / name
     try:
-        if file.is_symlink():  # a hub's cache links to its own blobs, which are then what is meant
+        if file.is_symlink():  # a hub's cache links to its own blobs
             inside(file, (path, *_blobs(path)))
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -92,7 +92,7 @@ def _regular(path: Path, name: str, max_bytes: int) -> BinaryIO:
 
 
 def _blobs(path: Path) -> list[Path]:
-    """Where a hub's cache keeps the files of the snapshot that `path` is."""
+    """Where a hub's cache keeps the files of the snapshot at `path`."""
     return [path.parent.parent / "blobs"] if path.parent.name == "snapshots" else []
 
 

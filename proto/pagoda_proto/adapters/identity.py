@@ -1,6 +1,6 @@
-"""An adapter is what stands in its files: a name leads to a digest, and from there on only the digest is asked for.
+"""An adapter is identified by its files' content: a name resolves to a digest, and only the digest counts from then on.
 
-So a name that is loaded anew is another adapter, whose requests share no prefix with those of the one before.
+So loading a name again with other files gives a different adapter, whose requests share no prefix with the old one's.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from pagoda_proto.errors import Problem
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_PATH_BYTES = 4096
 NAME = re.compile(r"[^\s,=/\\][^\s,=\\]{0,255}")
-FIELDS = ("name", "path", "base_model_name")  # of an object in the option `lora_modules`
+FIELDS = ("name", "path", "base_model_name")  # of a JSON object in the option `lora_modules`
 SEPARATORS = ", \t\r\n"
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """Weights beside a model's own. `digest` is of their content (`digest_of`), `path` the directory to read."""
+    """Weights added to a model's own. `digest` is that of their content (`digest_of`), `path` the directory to read."""
 
     digest: str
     path: str
 
 
 class NamedAdapter(NamedTuple):
-    """What `lora_modules` says of a name: the directory, and what the adapter is said to be of, "" for the model."""
+    """An entry of `lora_modules`: the directory, and the base model that it names ("" for the served model)."""
 
     path: str
     base_model_name: str = ""
 
 
 def digest_of(config: Mapping[str, Any], weights_sha256: bytes) -> str:
-    """Of adapter_config.json, however it is spelt, and of the bytes of the weights' file."""
+    """The digest of adapter_config.json, in canonical form, and of the bytes of the weights file."""
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.sha256(hashlib.sha256(canonical).digest() + weights_sha256).hexdigest()
 
 
 def adapter_problems(adapter: Adapter | None) -> Iterator[Problem]:
-    """What is wrong with the name of an adapter in a record."""
+    """What is wrong with a record's digest and path of an adapter."""
     if adapter is None:
         return
     if not DIGEST.fullmatch(adapter.digest):
@@ -54,11 +54,11 @@ def adapter_problems(adapter: Adapter | None) -> Iterator[Problem]:
 
 
 def read_lora_modules(text: str) -> dict[str, NamedAdapter]:
-    """What the option `lora_modules` says, by name: parts with commas or, behind an object, spaces between them. A part
-    is name=path, or an object of JSON as vLLM takes it: {"name": .., "path": .., "base_model_name": ..}.
+    """Parse the option `lora_modules`, by name: parts separated by commas or, after an object, by spaces. A part is
+    name=path, or a JSON object as in vLLM: {"name": .., "path": .., "base_model_name": ..}.
 
     Raises:
-        ValueError: a part is neither, or a name or a field stands twice.
+        ValueError: a part is neither, or a name or a field occurs twice.
     """
     found: dict[str, NamedAdapter] = {}
     rest = text.lstrip(SEPARATORS)
@@ -99,7 +99,7 @@ def _object(text: str) -> tuple[str, NamedAdapter, str]:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets a later field silently replace an earlier one."""
+    """Refuse duplicate fields: Python's JSON parser would let the later one silently replace the earlier."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise ValueError("a field stands twice")

@@ -1,1 +1,1 @@
-"""How whoever cannot ask a process finds out that it is well."""
+"""How observers that cannot query a process find out whether it is healthy."""

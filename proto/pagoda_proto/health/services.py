@@ -1,4 +1,4 @@
-"""What an engine core's gRPC health is asked by, beside the names of its services."""
+"""Names for an engine core's gRPC health check besides those of its services."""
 
 LIVE = "live"
-"""The process itself: SERVING while the loop comes round, whether workers are there or not."""
+"""The process itself: SERVING while the engine loop makes passes, with or without workers."""

@@ -1,7 +1,7 @@
-"""A file whose age says that a process is well, where there is no port to ask at. It needs no key and no other process.
+"""A file whose age shows that a process is healthy, if it has no port to query. It needs no key and no other process.
 
-It says nothing of this life before it is first touched, so what an earlier one left goes at once. That was empty: what
-is not is somebody else's.
+A file left by an earlier life is deleted at once, so that it cannot vouch for this one. It was empty: a file that is
+not empty belongs to someone else.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class SignFile:
-    """For any thread; an empty path is none.
+    """For any thread; an empty path means no file.
 
     Raises:
-        ValueError: it cannot be made, or is something else; the message names the option that it is of.
+        ValueError: the file cannot be created, or something else is there; the message names the option.
     """
 
     def __init__(self, option: str, path: str) -> None:
@@ -33,7 +33,7 @@ class SignFile:
                 raise ValueError(f"{option}: {error}") from error
 
     def touch(self) -> None:
-        """Nothing ends over a file that cannot be: it is told once."""
+        """Touch the file. A failure is only logged, once."""
         if self._path is None:
             return
         try:

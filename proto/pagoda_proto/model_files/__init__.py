@@ -1,1 +1,1 @@
-"""The files of a model, whoever reads them: those of a directory, or those that a GGUF file stands for."""
+"""The files of a model, for every reader: those of a directory, or those derived from a GGUF file."""

@@ -1,4 +1,4 @@
-"""Whatever a model comes as, it is read by the names of files: those it has, or those it stands for."""
+"""Reads a model by file names, whether it is a directory of files or a GGUF file from which they are derived."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
 
 
 class FileTooLarge(ValueError):
-    """More than its reader takes."""
+    """The file is larger than its reader accepts."""
 
 
 class ModelFiles(Protocol):
-    """What a model says of itself, besides its weights."""
+    """The files of a model, apart from its weights."""
 
     def read(self, name: str, max_bytes: int) -> bytes | None:
         """A file's content; None if there is no such file.
@@ -29,7 +29,7 @@ class ModelFiles(Protocol):
         Raises:
             OSError: it cannot be read.
             FileTooLarge: it has more than `max_bytes`.
-            BadGguf: it is made of a GGUF file, which does not say what it needs.
+            BadGguf: it would be derived from a GGUF file that lacks the necessary metadata.
         """
 
 
@@ -38,12 +38,12 @@ def model_files(path: Path) -> ModelFiles:
 
 
 def is_gguf(path: Path) -> bool:
-    """By its name, whether it is there or not."""
+    """Judged by the name, whether or not the file exists."""
     return path.suffix == SUFFIX and not path.is_dir()
 
 
 def gguf_in(directory: Path) -> list[Path]:
-    """The GGUF models of a directory: their files, or the first of the parts of each."""
+    """The GGUF models of a directory: the file of each, or its first part."""
     found = sorted(path for path in directory.iterdir() if is_gguf(path))
     return [path for path in found if (parts := part_paths(path)) is None or parts[0] == path]
 
@@ -62,7 +62,7 @@ class DirectoryFiles:
 
 
 class GgufFiles:
-    """The files of the directory that a GGUF file was made of, as far as it tells; each is made when it is read."""
+    """The files of the model from which a GGUF file was converted, as far as it says; each is derived when read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,12 +1,12 @@
-"""A GGUF file is judged by its header before a byte of a tensor is read: every number of it is checked where it stands.
+"""Reads GGUF files. The whole header is validated before any tensor is read, each number where it occurs.
 
     "GGUF", version uint32, counts of tensors and of pairs uint64
     pairs: key, type uint32, value          strings: length uint64, bytes; arrays: type uint32, length uint64, values
     tensors: name, number of dimensions uint32, dimensions uint64 (the fastest first), type uint32, offset uint64
     data: from the next multiple of `general.alignment`, offsets count from there
 
-All little endian. Values are walked over and kept as places; one is read when it is asked for, so a vocabulary costs
-whoever needs it. What the tensors mean is the worker's business.
+All little endian. Values are skipped over and only their places kept; each is read when asked for, so only a reader
+that needs the vocabulary pays for it. Interpreting the tensors is up to the worker.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MAX_STRING_BYTES = 2**28
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 2**16
 STRING, ARRAY, BOOL = 8, 9, 7
-# Number of a type of values -> how `struct` calls it.
+# Value type number -> `struct` format.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-# Number of a type of tensors -> its name, values in a block, bytes of a block.
+# Tensor type number -> name, values per block, bytes per block.
 TENSOR_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
@@ -48,7 +48,7 @@ T = TypeVar("T", str, int, float, bool)
 
 
 class BadGguf(ValueError):
-    """A GGUF file that cannot be used, and why."""
+    """A GGUF file that cannot be used; the message says why."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path.name}: {problem}")
@@ -56,7 +56,7 @@ class BadGguf(ValueError):
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """`shape` has the slowest dimension first, as torch has it; `begin` and `end` are offsets in `file`."""
+    """`shape` has the slowest dimension first, as in torch; `begin` and `end` are offsets in `file`."""
 
     file: Path
     kind: str
@@ -67,7 +67,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """Of a value: its type, that of its items and how many there are if it is an array, and where it begins."""
+    """The type of a value, the type and number of its items if it is an array, and its offset."""
 
     kind: int
     item: int
@@ -76,7 +76,7 @@ class _Place:
 
 
 class _Header:
-    """What a file says, walked over once. Raises BadGguf for whatever does not fit."""
+    """Reads a header sequentially. Raises BadGguf for anything invalid."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.size, self.at = path, data, len(data), 0
@@ -145,22 +145,22 @@ class Gguf:
     """One file, or the parts of one model. The metadata are those of the first part.
 
     Attributes:
-        path: The file, or the first of the parts.
-        tensors: Name -> where it lies; every place is inside its file, and no two overlap.
+        path: The file, or the first part.
+        tensors: Name -> location; every location is inside its file, and no two overlap.
     """
 
     def __init__(self, path: Path, places: Mapping[str, _Place], tensors: Mapping[str, GgufTensor]) -> None:
         self.path = path
         self.tensors = tensors
         self._places = places
-        self._arrays: dict[str, list[Any]] = {}  # that were asked for
+        self._arrays: dict[str, list[Any]] = {}  # those read so far
 
     @property
     def keys(self) -> frozenset[str]:
         return frozenset(self._places)
 
     def maybe(self, key: str, kind: type[T]) -> T | None:
-        """A value that may be missing. Raises BadGguf when it is of another type."""
+        """A value that may be missing. Raises BadGguf if it is of another type."""
         place = self._places.get(key)
         if place is None:
             return None
@@ -171,7 +171,7 @@ class Gguf:
         return kind(plain_number(value) if SCALARS.get(place.kind) == "f" else value)
 
     def take(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """A value that must be there, unless there is a default."""
+        """A value that must exist, unless there is a default."""
         value = self.maybe(key, kind)
         if value is None:
             value = default
@@ -180,7 +180,7 @@ class Gguf:
         return value
 
     def items(self, key: str, kind: type[T]) -> list[T] | None:
-        """An array that may be missing. Raises BadGguf when its values are of another type."""
+        """An array that may be missing. Raises BadGguf if its values are of another type."""
         place = self._places.get(key)
         if place is None:
             return None
@@ -222,7 +222,7 @@ class Gguf:
 
 
 def plain_number(value: float) -> float:
-    """A number of four bytes as somebody would have written it: with the fewest digits that make the same bytes."""
+    """A float32 as a person would write it: with the fewest digits that give the same float32."""
     for digits in range(1, 9):
         shorter = float(f"{value:.{digits}g}")
         if abs(shorter) < 3e38 and struct.pack("<f", shorter) == struct.pack("<f", value):
@@ -231,10 +231,10 @@ def plain_number(value: float) -> float:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Read the header of a file, and of the parts that it says there are.
+    """Read the header of a file, and of the further parts that it names.
 
     Raises:
-        BadGguf: one of them is not sound.
+        BadGguf: one of them is invalid.
     """
     whole = _read_file(path)
     count = whole.take("split.count", int, 0)
@@ -258,7 +258,7 @@ def read_gguf(path: Path) -> Gguf:
 
 
 def part_paths(path: Path) -> list[Path] | None:
-    """All parts of the set that `path` is one of, by its name; None where the name tells of no set."""
+    """All parts of the set to which `path` belongs by its name; None if its name is not that of a part."""
     stem, dash, rest = path.stem.rpartition("-of-")
     prefix, _, number = stem.rpartition("-")
     if not dash or not prefix or not (len(rest) == len(number) == 5 and (rest + number).isdecimal()):
@@ -311,7 +311,7 @@ def _parsed(path: Path, header: _Header) -> Gguf:
 
 
 def _opening(path: Path, header: _Header) -> tuple[int, int]:
-    """Counts of tensors and of pairs."""
+    """Read the start of the header: the numbers of tensors and of pairs."""
     header.have(4)
     header.at = 4
     if header.data[:4] != MAGIC:

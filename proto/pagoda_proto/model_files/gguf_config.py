@@ -1,7 +1,7 @@
-"""From the metadata of a GGUF file to the config.json of the model it was made of.
+"""From the metadata of a GGUF file to the config.json of the model from which it was converted.
 
-What is particular of an architecture is a row of `gguf_families`. A key of the architecture that is not known may
-change the arithmetic, so it is refused, as a field of config.json would be.
+The peculiarities of an architecture are a row of `gguf_families`. An unknown key of the architecture may change the
+arithmetic, so it is refused, as a field of config.json would be.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pagoda_proto.model_files.gguf_families import FAMILIES, family_of
 from pagoda_proto.model_files.gguf_keys import Keys, rope_scaling
 from pagoda_proto.model_files.gguf_tokenizer import end_ids
 
-QUANTISED = "bfloat16"  # what is computed in where the weights are whole numbers
+QUANTISED = "bfloat16"  # dtype of the computation with quantised weights
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
-LAST = 3  # a number of `pooling_type`
+LAST = 3  # a value of `pooling_type`
 
-# Behind "<architecture>.": what all of them have, under the name that config.json has for it.
+# Keys that all architectures have, after "<architecture>.", with their names in config.json.
 SIZES = {
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
@@ -34,7 +34,7 @@ KNOWN = {
 
 
 def config_of(gguf: Gguf) -> dict[str, Any]:
-    """What config.json would say. Raises BadGguf for what is missing, and for what nobody here knows."""
+    """The contents of config.json. Raises BadGguf for missing and for unknown keys."""
     name = family_of(gguf)
     family, keys = FAMILIES[name], Keys(gguf, name)
     known = {f"{name}.{key}" for key in KNOWN | family.keys | {family.epsilon[0]}}
@@ -67,12 +67,12 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
 
 
 def is_tied(gguf: Gguf) -> bool:
-    """Whether the embedding is the output matrix as it is. If its numbers are whole, they are read for each anew."""
+    """Whether the embedding also serves as the output matrix. If quantised, it is read separately for each."""
     return OUTPUT not in gguf.tensors and gguf.tensors[EMBEDDING].kind in DTYPES
 
 
 def generation_of(gguf: Gguf) -> dict[str, Any]:
-    """What generation_config.json would say."""
+    """The contents of generation_config.json."""
     said = {
         "temperature": gguf.maybe("general.sampling.temp", float), "top_p": gguf.maybe("general.sampling.top_p", float),
         "top_k": gguf.maybe("general.sampling.top_k", int), "min_p": gguf.maybe("general.sampling.min_p", float),
@@ -82,7 +82,7 @@ def generation_of(gguf: Gguf) -> dict[str, Any]:
 
 
 def _dtype(gguf: Gguf) -> str:
-    """What most bytes of the weights are."""
+    """The dtype of most bytes of the weights."""
     totals: dict[str, int] = {}
     for tensor in gguf.tensors.values():
         dtype = DTYPES.get(tensor.kind, QUANTISED)
@@ -91,7 +91,7 @@ def _dtype(gguf: Gguf) -> str:
 
 
 def _reading(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    """Of a decoder that embeds, its name says so. Raises BadGguf for pooling that no decoder here does."""
+    """Rename the architecture of a decoder that embeds. Raises BadGguf for pooling that no decoder here supports."""
     if not keys.gguf.take(f"{keys.prefix}.attention.causal", bool, True):
         raise keys.gguf.bad("attention in both directions is not supported")
     pooling = keys.whole("pooling_type", 0)

@@ -1,4 +1,4 @@
-"""Architectures of GGUF files: what config.json calls each, and which of its fields have a name of their own."""
+"""Architectures of GGUF files: the name of each in config.json, and its particular fields."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ GROUPS, GROUPS_USED = "expert_group_count", "expert_group_used_count"
 BEHIND_DENSE = frozenset(
     {EXPERT_WIDTH, SHARED_COUNT, DENSE_COUNT, GUESSING, GATING, SUM_IS_ONE, EXPERT_SCALE, GROUPS, GROUPS_USED}
 )
-SOFTMAX, SIGMOID = 1, 2  # numbers of `expert_gating_func`
+SOFTMAX, SIGMOID = 1, 2  # values of `expert_gating_func`
 FAVOUR = ".exp_probs_b.bias"  # the end of a tensor's name
 LATENT_RANK, QUERY_RANK = "attention.kv_lora_rank", "attention.q_lora_rank"
 KEY_LENGTH, VALUE_LENGTH = "attention.key_length_mla", "attention.value_length_mla"
 SHARPENING = "rope.scaling.yarn_log_multiplier"
-MEANS = ("attention.layer_norm_epsilon", "layer_norm_eps")  # of norms that subtract it
+MEANS = ("attention.layer_norm_epsilon", "layer_norm_eps")  # of norms that subtract the mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What is particular.
+    """The peculiarities of one architecture.
 
     Attributes:
         architecture: Its name in config.json.
-        fields: What config.json says besides.
-        keys: That it may have besides those that all have.
-        epsilon: Of its norms: the key, and the field of config.json.
+        fields: Its further fields of config.json.
+        keys: Keys that it may have besides the common ones.
+        epsilon: The epsilon of its norms: the key, and the field of config.json.
     """
 
     architecture: str
@@ -95,7 +95,7 @@ def _granite_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _olmo2(keys: Keys) -> dict[str, Any]:
-    """Olmo 3 has windows."""
+    """Olmo 2, or Olmo 3 if there is a sliding window."""
     fields, window = _attention_bias(keys), keys.whole(SLIDING, 0)
     if window == 0:
         return fields
@@ -107,7 +107,7 @@ def _olmo2(keys: Keys) -> dict[str, Any]:
 
 
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
-    """Its yarn goes by fractions of dimensions, which no file says. A config.json that says nothing would mean yarn."""
+    """Its YaRN does not truncate dimensions, which GGUF files do not say. Without `rope_scaling`, YaRN is implied."""
     scaling = rope_scaling(keys)
     rope = scaling | {"truncate": False} if scaling else {"rope_type": "default"}
     said = {"sliding_window": keys.whole(SLIDING), "rope_scaling": rope}
@@ -115,7 +115,7 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
 
 
 def _smollm3(keys: Keys) -> dict[str, Any]:
-    """No file says that every fourth layer's queries and keys do not turn."""
+    """Every fourth layer has no RoPE, which GGUF files do not say."""
     return _biases(keys) | {"no_rope_layer_interval": 4}
 
 
@@ -134,7 +134,7 @@ def _glm4(keys: Keys) -> dict[str, Any]:
 
 
 def _turning(keys: Keys) -> dict[str, Any]:
-    """What part of a head, said even if it is all: without a word it is another in these families."""
+    """The part of a head with RoPE, given even if it is all, because these families have another default."""
     return {"partial_rotary_factor": keys.whole("rope.dimension_count", keys.head_dim) / keys.head_dim}
 
 
@@ -146,7 +146,7 @@ def _glm4_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _behind_dense(keys: Keys) -> dict[str, Any]:
-    """Layers with experts behind dense ones; those that guess tokens stand behind both and are counted with them."""
+    """Layers with experts after dense ones. `block_count` includes the layers after both that predict draft tokens."""
     guessing = keys.whole(GUESSING, 0)
     return {
         "num_hidden_layers": keys.whole("block_count") - guessing,
@@ -164,7 +164,7 @@ def _behind_dense(keys: Keys) -> dict[str, Any]:
 
 
 def _deepseek2(keys: Keys) -> dict[str, Any]:
-    """V3 adds to experts' scores, V2 does not. Newer files say two kinds of sizes, of latents and of heads."""
+    """V3 adds a bias to the experts' scores, V2 does not. Newer files give sizes of latents and of heads separately."""
     turning, latents = keys.whole("rope.dimension_count"), keys.has(KEY_LENGTH)
     key = keys.whole(KEY_LENGTH if latents else "attention.key_length")
     favoured = any(name.endswith(FAVOUR) for name in keys.gguf.tensors)
@@ -190,7 +190,7 @@ def _deepseek2(keys: Keys) -> dict[str, Any]:
 
 
 def _sharpened(keys: Keys) -> dict[str, Any] | None:
-    """A file says a tenth of `mscale_all_dim`, in float32, and nothing of `mscale`, which is the same in all models."""
+    """A file has a tenth of `mscale_all_dim`, in float32, but not `mscale`, which has the same value in all models."""
     scaling = rope_scaling(keys)
     if scaling is None or not keys.has(SHARPENING):
         return scaling
@@ -210,7 +210,7 @@ def _cohere2(keys: Keys) -> dict[str, Any]:
 
 
 def _starcoder2(keys: Keys) -> dict[str, Any]:
-    """No file says how far its layers see; that is alike in all sizes that there are."""
+    """The window, which files may omit, is the same in all published sizes."""
     biased = "blk.0.attn_q.bias" in keys.gguf.tensors
     return {"hidden_act": "gelu_pytorch_tanh", "use_bias": biased, "sliding_window": keys.whole(SLIDING, 4096)}
 
@@ -244,7 +244,7 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
 
 
 def _sliding_pattern(keys: Keys) -> dict[str, Any]:
-    """Every so many layers one sees all, or for each layer whether it slides."""
+    """Which layers use the sliding window: a period with one full layer, or a flag per layer."""
     key = f"{keys.prefix}.{PATTERN}"
     if not keys.gguf.is_array(key):
         return {"sliding_window_pattern": keys.whole(PATTERN, 6)}
@@ -253,7 +253,7 @@ def _sliding_pattern(keys: Keys) -> dict[str, Any]:
 
 
 def _query_scalar(keys: Keys, layers: int) -> float:
-    """The file does not say it. It is the size of a head, but for the largest model, which is known by its `layers`."""
+    """Not in the file. It is the head size, except in the largest model, which is recognised by its `layers`."""
     if keys.whole("block_count") == layers:
         return keys.whole("embedding_length") / keys.whole("attention.head_count")
     return float(keys.head_dim)
@@ -305,7 +305,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(gguf: Gguf) -> str:
-    """A name of FAMILIES. Raises BadGguf for any other architecture."""
+    """The file's architecture, one of FAMILIES. Raises BadGguf for any other."""
     name = gguf.take("general.architecture", str)
     if name not in FAMILIES:
         raise gguf.bad(f"architecture {name[:64]!r} is not one of {', '.join(FAMILIES)}")

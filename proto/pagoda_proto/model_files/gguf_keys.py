@@ -1,4 +1,4 @@
-"""The metadata of one architecture in a GGUF file, and what they say of how positions turn."""
+"""The metadata of one architecture in a GGUF file, and its RoPE scaling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Keys:
 
     def whole(self, name: str, default: int | None = None) -> int:
         key = f"{self.prefix}.{name}"
-        if self.gguf.is_array(key):  # a number for each layer, which only some converters write
+        if self.gguf.is_array(key):  # one number per layer, which only some converters write
             numbers = set(self.gguf.items(key, int) or ())
             if len(numbers) != 1:
                 raise self.gguf.bad(f"{key!r} differs by layer, which is not supported")
@@ -38,7 +38,7 @@ class Keys:
 
     @property
     def head_dim(self) -> int:
-        """Above 0, as is the number of heads."""
+        """The size of a head. Raises BadGguf unless it and the number of heads are positive."""
         heads = self.whole("attention.head_count")
         found = self.whole("attention.key_length", self.whole("embedding_length") // heads if heads > 0 else 0)
         if heads < 1 or found < 1:
@@ -47,7 +47,7 @@ class Keys:
 
 
 def rope_scaling(keys: Keys) -> dict[str, Any] | None:
-    """`rope_scaling`. A factor for every frequency is what longrope has, whatever it was computed from."""
+    """`rope_scaling` of config.json. A tensor of factors per frequency becomes longrope, whatever it came from."""
     gguf, kind, factor = keys.gguf, keys.text("rope.scaling.type", "none"), keys.number("rope.scaling.factor", 0.0)
     if keys.number("rope.scale_linear", 1.0) not in (0.0, 1.0):
         raise gguf.bad(f"'{keys.prefix}.rope.scale_linear' is of an older kind of file, which is not read")

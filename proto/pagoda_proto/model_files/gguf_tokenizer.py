@@ -1,7 +1,7 @@
-"""From the vocabulary of a GGUF file to the tokenizer.json of the model it was made of.
+"""From the vocabulary of a GGUF file to the tokenizer.json of the model from which it was converted.
 
-Two kinds are read: byte-level BPE, whose merges the file lists and whose way to cut a text into words it only names
-(`pre_tokenizers`), and SentencePiece's BPE, whose merges follow from the scores of its pieces.
+Two kinds are supported: byte-level BPE, whose merges the file lists and whose pre-tokenizer it only names
+(`pre_tokenizers`), and SentencePiece BPE, whose merges follow from the scores of its pieces.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
 WHOLE = "tokenizer.huggingface.json"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 MAX_TOKENS = 2**22
-MAX_SPLIT_CHARS = 2**30  # copied to split pieces of SentencePiece into two: of each, as often as it has characters
+MAX_SPLIT_CHARS = 2**30  # copied when splitting SentencePiece pieces in two: each piece once per character
 SPACE = "\u2581"
 STRIPS_NONE = {"<unk>", "<s>", "<|endoftext|>"}
-# What ends an answer in the models that are read here, though a file names only one of its ends.
+# Tokens that end an answer in the supported models; a file names only one of a model's.
 ENDS = {
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>",
     "<|observation|>",
 }  # fmt: skip
 HARMONY_ENDS = {"<|return|>", "<|call|>"}  # of gpt-oss
-PART_END = "<|end|>"  # where there are these: an answer comes in parts, of which thoughts are the first
+PART_END = "<|end|>"  # with HARMONY_ENDS: ends a part of an answer, the first of which is reasoning
 
 
 def end_ids(gguf: Gguf) -> list[int]:
-    """Tokens that end an answer: the one the file names first."""
+    """Tokens that end an answer, starting with the one that the file names."""
     tokens, types = _vocabulary(gguf)
     control = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == CONTROL}
     harmony = control.keys() >= HARMONY_ENDS
@@ -41,7 +41,7 @@ def end_ids(gguf: Gguf) -> list[int]:
 
 
 def tokenizer_config_of(gguf: Gguf) -> dict[str, Any]:
-    """What tokenizer_config.json would say, but for what is put before every text, which `tokenizer_of` says."""
+    """The contents of tokenizer_config.json, except for tokens added to every text, which are in `tokenizer_of`."""
     tokens, _ = _vocabulary(gguf)
     fields: dict[str, Any] = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
@@ -57,10 +57,10 @@ def tokenizer_config_of(gguf: Gguf) -> dict[str, Any]:
 
 
 def tokenizer_of(gguf: Gguf) -> dict[str, Any] | str:
-    """What tokenizer.json would say; where the file has it as it was, that.
+    """The contents of tokenizer.json; the original if the file contains it.
 
     Raises:
-        BadGguf: a kind of vocabulary, or a way to cut texts, that is not known here.
+        BadGguf: the kind of vocabulary, or the pre-tokenizer, is unknown.
     """
     whole = gguf.maybe(WHOLE, str)
     if whole is not None:
@@ -74,7 +74,7 @@ def tokenizer_of(gguf: Gguf) -> dict[str, Any] | str:
 
 
 def _vocabulary(gguf: Gguf) -> tuple[list[str], list[int]]:
-    """Tokens and their types, as many."""
+    """Tokens, and a type for each."""
     tokens = gguf.items(TOKENS, str)
     if not tokens or len(tokens) > MAX_TOKENS:
         raise gguf.bad(f"{TOKENS!r} must be there, with at most {MAX_TOKENS} tokens")
@@ -85,7 +85,7 @@ def _vocabulary(gguf: Gguf) -> tuple[list[str], list[int]]:
 
 
 def _id_of(gguf: Gguf, name: str, num_tokens: int) -> int | None:
-    """A special token's id; None if it is not named, or as a number that means so."""
+    """A special token's id; None if it is missing, or a number that means "none"."""
     found = gguf.maybe(f"tokenizer.ggml.{name}_token_id", int)
     return found if found is not None and 0 <= found < num_tokens else None
 
@@ -155,9 +155,9 @@ def _sentencepiece(gguf: Gguf) -> dict[str, Any]:
 
 
 def _merges(gguf: Gguf, scores: list[float]) -> list[list[str]]:
-    """Of two neighbouring pieces those are joined first that make the piece with the highest score.
+    """Merges in order of priority: the pair that makes the piece with the highest score is merged first.
 
-    Only plain pieces are joined, and none makes a token that is more than text.
+    Only plain pieces are merged, and only into plain pieces.
     """
     tokens, types = _vocabulary(gguf)
     if sum(len(token) ** 2 for token in tokens) > MAX_SPLIT_CHARS:
@@ -181,7 +181,7 @@ def _tokenizer(gguf: Gguf, *, model: Mapping[str, Any], **steps: Any) -> dict[st
         "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
         "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
     }  # fmt: skip
-    # Phi 3 leaves out the white space behind most of its special tokens, which no file says.
+    # Phi 3 strips white space after most of its special tokens, which GGUF files do not say.
     strips = gguf.maybe("general.architecture", str) == "phi3" and gguf.maybe("tokenizer.ggml.model", str) == "llama"
     added = [
         {
@@ -200,7 +200,7 @@ def _tokenizer(gguf: Gguf, *, model: Mapping[str, Any], **steps: Any) -> dict[st
 
 
 def _ends(gguf: Gguf, tokens: list[str]) -> dict[str, Any] | None:
-    """What is put before and behind every text."""
+    """The post-processor that adds tokens before and after every text."""
     bos = _id_of(gguf, "bos", len(tokens)) if _adds_bos(gguf) else None
     eos = _id_of(gguf, "eos", len(tokens)) if gguf.take("tokenizer.ggml.add_eos_token", bool, False) else None
     if bos is None and eos is None:

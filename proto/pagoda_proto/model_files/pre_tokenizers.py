@@ -1,6 +1,6 @@
-"""How byte-level tokenizers cut a text into words, by the name that a GGUF file has for it.
+"""How byte-level tokenizers split a text into words, by the pre-tokenizer name in a GGUF file.
 
-The patterns are those of the tokenizer.json files that the published models come with.
+The patterns are those in the tokenizer.json files of the published models.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ class PreTokenizer:
     """`patterns` are applied one after the other, each to the pieces of the one before.
 
     Attributes:
-        nfc: Characters are composed first.
-        ignores_merges: A word that is a token is that token, whatever the merges say.
-        adds_bos: Where the file does not say, a beginning-of-sequence token stands before every text.
+        nfc: The text is NFC-normalised first.
+        ignores_merges: A word that is a token becomes that token, whatever the merges say.
+        adds_bos: If the file does not say, a beginning-of-sequence token is put before every text.
     """
 
     patterns: tuple[str, ...]

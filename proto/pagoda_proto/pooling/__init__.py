@@ -1,1 +1,1 @@
-"""What models that read are asked, and which models those are."""
+"""Requests to models that pool a prompt, and how to recognise these models."""

@@ -1,9 +1,8 @@
-"""Late interaction (ColBERT, arXiv 2004.12832): a text is a vector per token, and two texts go together as well as each
-token of the query goes with the likest of the document. What a checkpoint's files say of it, for text side and tensor
-side alike.
+"""Late interaction (ColBERT, arXiv 2004.12832): each token has a vector, and a pair of texts is scored by matching each
+query token with the most similar document token. Reads a checkpoint's settings for text side and tensor side alike.
 
-A marker behind the first token tells queries from documents. A query may be filled up with mask tokens, which stand for
-what it may have meant; of documents, vectors of some tokens (punctuation) are left out.
+A marker after the first token distinguishes queries from documents. A query may be padded with mask tokens (query
+expansion); in documents, the vectors of some tokens (punctuation) are omitted.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ MAX_FILLED = 4096
 
 
 class Late(NamedTuple):
-    """`filled`: tokens that a query is filled up to; 0: it is not. `seen`: whether other tokens see what fills it.
-    `skipped`: tokens of a document whose vectors are left out. `width`: numbers of a vector; 0: nobody says."""
+    """`filled`: length to which queries are padded; 0: no padding. `seen`: whether other tokens attend to the padding.
+    `skipped`: tokens of a document whose vectors are omitted. `width`: length of a vector; 0: unspecified."""
 
     query_marker: str
     document_marker: str
@@ -33,14 +32,14 @@ class Late(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """Ids of tokens."""
+    """Token ids of the markers and of skipped tokens."""
 
     query: int
     document: int
     skipped: frozenset[int]
 
     def kept(self, token_ids: Sequence[int]) -> list[int]:
-        """Places of the tokens whose vectors a text has."""
+        """Positions of the tokens whose vectors are kept."""
         is_document = len(token_ids) > MARKER_AT and token_ids[MARKER_AT] == self.document
         skipped = self.skipped if is_document else ()
         return [place for place, token in enumerate(token_ids) if token not in skipped]
@@ -49,8 +48,8 @@ class Marks(NamedTuple):
 def late_of(
     config: Mapping[str, Any], modules: Sequence[Any], sentence: Mapping[str, Any], metadata: Mapping[str, Any]
 ) -> Late | None:
-    """None for a model that is of another kind. `modules` is modules.json, `sentence`
-    config_sentence_transformers.json, `metadata` METADATA. Raises ValueError naming a field that cannot be.
+    """None for a model of another kind. `modules` is modules.json, `sentence` config_sentence_transformers.json,
+    `metadata` METADATA. Raises ValueError naming an invalid field.
     """
     if architecture_of(config) == HF_COLBERT:
         return _of_metadata(metadata)
@@ -59,7 +58,7 @@ def late_of(
 
 
 def _of_metadata(fields: Mapping[str, Any]) -> Late:
-    """As the authors' code has it, with its defaults."""
+    """The authors' format, with the defaults of their code."""
     return Late(
         query_marker=_text(fields, "query_token_id", "[unused0]"),
         document_marker=_text(fields, "doc_token_id", "[unused1]"),
@@ -71,7 +70,7 @@ def _of_metadata(fields: Mapping[str, Any]) -> Late:
 
 
 def _of_modules(fields: Mapping[str, Any]) -> Late:
-    """As PyLate has it, with its defaults."""
+    """PyLate's format, with its defaults."""
     skipped = fields.get("skiplist_words")
     skipped = list(string.punctuation) if skipped is None else skipped
     if not isinstance(skipped, list) or len(skipped) > MAX_SKIPPED or not all(isinstance(w, str) for w in skipped):
@@ -108,7 +107,7 @@ def _width(value: Any) -> int:
 
 
 def marks_of(late: Late, id_of: Callable[[str], int | None]) -> Marks:
-    """Raises ValueError where the tokenizer has no marker."""
+    """Raises ValueError if the tokenizer lacks a marker."""
     query, document = id_of(late.query_marker), id_of(late.document_marker)
     if query is None or document is None:
         raise ValueError(f"tokenizer.json has no tokens {late.query_marker!a} and {late.document_marker!a}")

@@ -1,11 +1,11 @@
-"""What may be asked of a model that reads a prompt and does not continue it, validated once for every door.
+"""Parameters for models that pool a prompt instead of continuing it, validated in one place for every interface.
 
     embed        one vector of the whole prompt
     token_embed  a vector of each of its tokens, in order
     classify     the scores of a head over the model's labels
-    max_sim      of a pair, how well its texts go together token by token; see `pagoda_proto.pooling.late`
+    max_sim      the late-interaction score of a pair of texts; see `pagoda_proto.pooling.late`
 
-How hidden states become a vector is in the model's files, and the worker's business; here is what a request may change.
+The worker pools hidden states as the model's files specify; the parameters here are those that a request may change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagoda_proto.params import MAX_TOKENS_CEILING, ModelLimits
 EMBED, TOKEN_EMBED, CLASSIFY, MAX_SIM = "embed", "token_embed", "classify", "max_sim"
 OUTPUTS = (EMBED, TOKEN_EMBED, CLASSIFY, MAX_SIM)
 MAX_POOLED_BYTES = 4 * 1024 * 1024
-"""Of one answer: a frame holds several."""
+"""Limit for one answer: a frame holds several."""
 FLOAT_BYTES = 4
 
 
@@ -31,10 +31,10 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         output: One of OUTPUTS.
         normalize: Whether vectors have length 1.
         activate: Whether scores go through the model's activation (a sigmoid, a softmax).
-        dimensions: The first so many numbers of each vector, normalised after that if at all; 0 for all.
-        second_start: Where the second text of a pair begins in the prompt; 0 where there is one text.
-        unseen: So many tokens at the end of the first text are seen by none: they fill up a query.
-        skip: So many leading tokens are read, but no part of a mean: an instruction, for models that say so.
+        dimensions: Length to which each vector is truncated, before any normalisation; 0 for full length.
+        second_start: Where the second text of a pair begins in the prompt; 0 if there is one text.
+        unseen: How many tokens at the end of the first text no token attends to: they pad a query.
+        skip: How many leading tokens are read, but left out of a mean: an instruction, for models that say so.
     """
 
     output: str = EMBED
@@ -65,14 +65,14 @@ def _own_problems(params: PoolingParams) -> Iterator[Problem]:
 
 
 def answer_bytes(params: PoolingParams, num_tokens: int, width: int) -> int:
-    """What a prompt of so many tokens is read as takes at most. `width`: numbers of a vector; 0: nobody says."""
+    """Most bytes that the output for a prompt of `num_tokens` takes. `width`: length of a vector; 0: unknown."""
     vectors = num_tokens if params.output == TOKEN_EMBED else 1
     numbers = vectors * (params.dimensions or width)
     return min(numbers * FLOAT_BYTES or MAX_POOLED_BYTES, MAX_POOLED_BYTES)
 
 
 class Readings(msgspec.Struct, frozen=True):
-    """What a model makes of a prompt: which outputs, and how many numbers a vector has. None of them: it generates."""
+    """The outputs of a model that pools, and the length of its vectors. No outputs: the model generates."""
 
     outputs: tuple[str, ...] = ()
     width: int = 0
@@ -84,8 +84,8 @@ def check_pooling(
     """Validate against the model.
 
     Raises:
-        InvalidParams: it makes no such thing of a prompt, an id is outside the vocabulary, or the prompt is empty.
-        PagodaError: CONTEXT_LENGTH_EXCEEDED when the prompt does not fit.
+        InvalidParams: it has no such output, an id is outside the vocabulary, or the prompt is empty.
+        PagodaError: CONTEXT_LENGTH_EXCEEDED if the prompt does not fit.
     """
     problems = list(_model_problems(params, prompt_token_ids, limits, readings))
     if problems:
@@ -124,7 +124,7 @@ def _late_problems(params: PoolingParams, length: int, readings: Readings) -> It
 
 
 def prompt_too_long(max_model_len: int, num_tokens: int, param: str, *, at_least: bool = False) -> PagodaError:
-    """`at_least`: the prompt was not counted to its end."""
+    """`at_least`: the prompt was not counted in full."""
     more = "at least " * at_least
     message = f"This model's maximum context length is {max_model_len} tokens. However, {param} has {more}{num_tokens}."
     return PagodaError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param)

@@ -50,7 +50,7 @@ class EngineServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """One long-lived stream per gateway and engine core; all requests are multiplexed on it, so the cost is per step.
+        """One long-lived stream per gateway and engine core, on which all requests are multiplexed: its cost is per step.
         The first server frame is Load. When the stream ends, the engine core aborts the session's requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -58,9 +58,9 @@ class EngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """One request per call, for plain gRPC clients; same validation, same tokens. Nobody moves it: an engine core that
-        leaves refuses it, or ends it where its drain time is over, as UNAVAILABLE. Trailers of every refusal: `pagoda-code`,
-        and `pagoda-retry-after-ms` where it is known when to ask again.
+        """One request per call, for plain gRPC clients; same validation, same tokens. It is never moved: an engine core that
+        leaves refuses it, or ends it after its drain time, as UNAVAILABLE. Every refusal has the trailer `pagoda-code`,
+        and `pagoda-retry-after-ms` if the time for a retry is known.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,14 +180,14 @@ class AdminServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def ListWorkers(self, request, context):
-        """Every worker known, alive or lately lost.
+        """All known workers, alive or recently lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Numbers of this moment: queues, blocks, steps.
+        """Current numbers: queues, blocks, steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
