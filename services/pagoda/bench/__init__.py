@@ -1,1 +1,1 @@
-"""What `pagoda bench` measures: a server, a library call, kernels, a start."""
+"""The measurements of `pagoda bench`: a server, the offline engine, kernels, startup."""

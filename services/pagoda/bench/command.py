@@ -1,4 +1,4 @@
-"""`pagoda bench serve | throughput | latency | startup | kernels`; here: `serve`, and which of them was asked for."""
+"""`pagoda bench serve | throughput | latency | startup | kernels`: implements `serve`, and dispatches to the others."""
 
 from __future__ import annotations
 

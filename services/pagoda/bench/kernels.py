@@ -1,7 +1,7 @@
-"""`pagoda bench kernels`: every operation of the native kernels against what this machine can do at most.
+"""`pagoda bench kernels`: every operation of the native kernels against this machine's ceilings (a roofline).
 
-A shared machine's speed drifts, so the ceilings are measured again after every operation, and what is measured between
-two is held against their mean.
+The speed of a shared machine drifts, so the ceilings are measured again after every operation, and an operation is
+compared with the mean of the ceilings before and after it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         if len(levels) > 1:
             raise ConfigError([f"--plot draws one instruction set, not {', '.join(levels)}"])
     console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, LEAST_WIDTH)  # a file is as wide as need be
+    console.width = max(console.width, LEAST_WIDTH)  # output to a file may be as wide as needed
     reports = []
     for level in levels:
         report = measure(arguments, level)
@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _levels(text: str) -> Sequence[str]:
-    """Names of instruction sets; one without a name is the best."""
+    """Names of instruction sets; "" stands for the best one."""
     if text != "all":
         return _words(text) or ("",)
     from pagoda_worker.kernels.measure import runnable_levels
@@ -90,7 +90,7 @@ def measure(arguments: argparse.Namespace, level: str) -> dict[str, Any]:
     """The report of one instruction set as plain data.
 
     Raises:
-        ConfigError: the shape is none, or the kernels cannot run here.
+        ConfigError: the shape is invalid, or the kernels cannot run here.
     """
     from pagoda_worker.kernels.measure import PLAIN, Roofline
     from pagoda_worker.kernels.quantized import FORMATS
@@ -141,7 +141,7 @@ def _plain(point: Point, ceilings: Ceilings) -> dict[str, Any]:
 
 
 def heading(report: dict[str, Any]) -> str:
-    """The ceilings, first and last, and between what limits they moved."""
+    """The first and last ceilings, and the range in which they varied."""
     lines = [f"{report['shape']} at level {report['level']}, {report['threads']} threads"]
     for name, text, unit in (
         ("read", "read bandwidth", "GB/s"), ("bf16", "bf16 peak", "GFLOP/s"), ("int8", "int8 peak", "GOP/s"),

@@ -1,4 +1,4 @@
-"""`pagoda bench latency`: how long a batch takes in one process, without a server: first token, and each after it."""
+"""`pagoda bench latency`: the time of a batch in one process, without a server: to the first token, and per token."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class Stopwatch:
-    """The sink of one batch: when each row's tokens arrived. Times are seconds of `time.perf_counter`."""
+    """The sink of one batch: records when each row's tokens arrive, in seconds of `time.perf_counter`."""
 
     open: set[str]
     arrivals: dict[str, list[float]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """Seconds of one batch. `gaps` are those between one row's tokens, of all rows."""
+    """Times of one batch, in seconds. `gaps` are those between consecutive tokens of a row, for all rows."""
 
     first: float
     total: float
@@ -106,7 +106,7 @@ class BatchTimes:
 
     @classmethod
     def of(cls, started: float, arrivals: list[list[float]]) -> BatchTimes:
-        """`arrivals`: of each row, when its tokens came; at least one each."""
+        """`arrivals`: for each row, the arrival times of its tokens; at least one each."""
         gaps = [later - before for times in arrivals for before, later in itertools.pairwise(times)]
         return cls(max(times[0] for times in arrivals) - started, max(times[-1] for times in arrivals) - started, gaps)
 
@@ -128,7 +128,7 @@ def run_batch(local: Local, prompts: list[list[int]], params: SamplingParams) ->
 
 
 def measure(local: Local, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The report as plain data. Every batch has prompts of its own, so no prefix cache helps."""
+    """The report as plain data. Every batch has different prompts, so the prefix cache does not help."""
     params = SamplingParams(
         temperature=arguments.temperature, top_p=arguments.top_p, max_tokens=arguments.output_len, ignore_eos=True
     )

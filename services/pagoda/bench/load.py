@@ -1,4 +1,4 @@
-"""Sends a workload to a server and takes the times: closed loop (so many in flight) or open loop (at set moments)."""
+"""Sends a workload to a server and measures times, in a closed loop (fixed concurrency) or an open loop (set times)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda.tools.timing import Timing
 
 @dataclass
 class Sent:
-    """A row that was sent, and what became of it. Warm-up has negative indices."""
+    """A row that was sent, and its outcome. Warm-up requests have negative indices."""
 
     index: int
     row: WorkloadRow
@@ -34,7 +34,7 @@ class LoadResult:
 
 
 class LoadClient:
-    """A pool of connections to one server. `resumable`: every request has an `Idempotency-Key` of its own."""
+    """A pool of connections to one server. `resumable`: every request gets its own `Idempotency-Key`."""
 
     def __init__(self, target: Target, bodies: BodyMaker, timeout_s: float, resumable: bool = False) -> None:
         self._target = target
@@ -46,7 +46,7 @@ class LoadClient:
         self.peak_in_flight = 0
 
     async def send(self, index: int, row: WorkloadRow) -> Sent:
-        """Send one request and follow its answer to the end; failures are in the timing."""
+        """Send one request and read its whole answer; failures are recorded in the timing."""
         sent = Sent(index, row)
         timing = sent.timing
         headers = [f"Idempotency-Key: {uuid.uuid4()}"] if self._resumable else []
@@ -94,7 +94,7 @@ class LoadClient:
 
 @dataclass(frozen=True)
 class Plan:
-    """When to send. `starts` (seconds, one per row) makes it an open loop; otherwise `concurrency` are in flight."""
+    """When to send. With `starts` (seconds, one per row), an open loop; otherwise `concurrency` requests in flight."""
 
     rows: list[WorkloadRow]
     concurrency: int
@@ -107,7 +107,7 @@ async def run_load(client: LoadClient, plan: Plan) -> LoadResult:
     late: list[float] = []
     client.peak_in_flight = 0
     gc.collect()
-    gc.disable()  # a collection in the middle of a measurement would be measured
+    gc.disable()  # a collection during the measurement would distort it
     cpu, started = time.process_time(), time.perf_counter()
     try:
         if plan.starts is None:
@@ -154,7 +154,7 @@ async def _open_loop(
 
 
 async def _moments(starts: list[float], started: float) -> AsyncIterator[tuple[int, float]]:
-    """Each row's number when its moment has come, and how late that was noticed."""
+    """Yield each row's number at its start time, and how late that is."""
     for index, start in enumerate(starts):
         wait = started + start - time.perf_counter()
         if wait > 0:

@@ -1,4 +1,4 @@
-"""`pagoda bench throughput`: how many tokens per second one process makes of a model, without any server."""
+"""`pagoda bench throughput`: tokens per second of a model in one process, without a server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def make_prompts(arguments: argparse.Namespace, vocab_size: int) -> list[list[int]]:
-    """Made-up prompts of exact lengths; the same for the same seed."""
+    """Generate prompts of exact lengths; the same for the same seed."""
     shape = msgspec.convert(vars(arguments), WorkloadShape)
     maker = BodyMaker(seed=arguments.seed, token_ids=plain_ids(vocab_size))
     return [maker.token_ids_of(index, row) for index, row in enumerate(make_rows(shape, arguments.seed))]

@@ -1,4 +1,4 @@
-"""The roofline as a picture: ceilings as lines, operations as points, both axes logarithmic."""
+"""Plots the roofline: ceilings as lines, operations as points, on logarithmic axes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pagoda.settings.problems import ConfigError
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
 CEILINGS = {"bf16": "black", "int8": "dimgray"}
-PER_BYTE = (0.05, 2000.0)  # operations per byte, at least this much of the axis
+PER_BYTE = (0.05, 2000.0)  # operations per byte; the axis covers at least this range
 
 
 def require() -> None:
-    """Raises ConfigError, with what to do, when the package that draws is not installed."""
+    """Raises ConfigError, which says what to do, if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401 - only whether it is there
     except ImportError:
@@ -22,7 +22,7 @@ def require() -> None:
 
 
 def drawable(points: list[dict[str, Any]]) -> dict[str, list[tuple[float, float, str]]]:
-    """(operations per byte, operations per second, shape) of the points that multiply, by operation."""
+    """(operations per byte, operations per second, shape) of the points that do arithmetic, by operation."""
     found: dict[str, list[tuple[float, float, str]]] = {}
     for point in points:
         if point["operations"]:
@@ -32,7 +32,7 @@ def drawable(points: list[dict[str, Any]]) -> dict[str, list[tuple[float, float,
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the picture of a report of `pagoda bench kernels`."""
+    """Plot a report of `pagoda bench kernels` to a file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -26,7 +26,7 @@ class Seen:
 
 
 class ProcessWatch:
-    """Samples processes (and all that descend from them) from `start` to `report`."""
+    """Samples processes, and optionally all their descendants, from `start` to `report`."""
 
     def __init__(self, pids: Sequence[int], descendants: bool, every_s: float = 0.5) -> None:
         self._pids = pids
@@ -75,7 +75,7 @@ class ProcessWatch:
 
 
 def usage(pid: int) -> tuple[float, int]:
-    """Processor seconds (user and system) and resident bytes. Raises OSError when there is no such process."""
+    """Processor seconds (user and system) and resident bytes. Raises OSError if there is no such process."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[21]) * PAGE_BYTES
 
@@ -96,10 +96,10 @@ def family(roots: Sequence[int]) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat after the name, which may hold anything: state, ppid, .."""
+    """Fields of /proc/PID/stat after the name, which may contain any character: state, ppid, .."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def _name(pid: int) -> str:
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").split()[:4]  # which a process may have set
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").split()[:4]  # a process may have changed it
     return b" ".join(words).decode("utf-8", "replace")[:80]

@@ -1,4 +1,4 @@
-"""Numbers of a load test: percentiles, rates, and what the client itself cost."""
+"""The report of a load test: percentiles, rates, and the client's own cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def distribution_ms(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles, minimum and maximum in milliseconds; None of nothing."""
+    """Mean, percentiles, minimum and maximum in milliseconds; None if there are no values."""
     if not seconds:
         return None
     values = sorted(1000 * value for value in seconds)
@@ -34,14 +34,14 @@ def distribution_ms(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def tpot_s(timing: Timing) -> float | None:
-    """Seconds per output token after the first; None of a single token."""
+    """Seconds per output token after the first; None if there is at most one token."""
     if timing.first is None or timing.last is None or not timing.output_tokens or timing.output_tokens < 2:
         return None
     return (timing.last - timing.first) / (timing.output_tokens - 1)
 
 
 def summarise(result: LoadResult, *, exact_prompts: bool, limits_ms: dict[str, float]) -> dict[str, Any]:
-    """The report as plain data. `limits_ms` (ttft, tpot, e2e) adds the share of requests that kept all of them."""
+    """The report as plain data. `limits_ms` (ttft, tpot, e2e) adds the share of requests within all of them."""
     sent = [one for one in result.sent if one.timing.error is None]
     good = [one.timing for one in sent]
     prompt_tokens = sum(_prompt_tokens(one) for one in sent)
@@ -84,7 +84,7 @@ def _times(good: list[Timing]) -> dict[str, Any]:
 
 
 def _prompt_tokens(one: Sent) -> int:
-    """As the server counted them; the row's own number if it did not say."""
+    """As counted by the server; the row's own number if the server did not report it."""
     return one.row.prompt_tokens if one.timing.prompt_tokens is None else one.timing.prompt_tokens
 
 
@@ -102,7 +102,7 @@ def _keeps(timing: Timing, limits_ms: dict[str, float]) -> bool:
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     lines = [
         f"requests {report['requests']}  completed {report['completed']}  wall {report['wall_s']:.2f} s  "
         f"peak in flight {report['peak_in_flight']}"

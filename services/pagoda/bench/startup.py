@@ -1,7 +1,7 @@
-"""`pagoda bench startup`: from the command `pagoda serve` to the first token, several times, and where the time goes.
+"""`pagoda bench startup`: the time from the command `pagoda serve` to the first token, repeated, and where it goes.
 
-The parts come from the log of the server itself. The yardstick is the time merely to read the weight files, taken
-before each start; both find the files in the page cache, unless `--cold` has them dropped from it.
+The parts come from the server's own log. The baseline is the time it takes merely to read the weight files, measured
+before each start; both find the files in the page cache, unless `--cold` drops them from it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from pagoda_proto.model_files.gguf import part_paths
 
 READ_BYTES = 8 * 2**20
 STOP_TIMEOUT_S = 60.0
-LAST_WORDS = 30  # lines of a server that failed
+LAST_WORDS = 30  # last lines of a failed server to show
 READY = re.compile(r"Pagoda serves .* at (\S+) \(ready in")
-# What has been done once a message that contains the text has been logged, in the order in which it happens.
+# Each milestone is reached when a message that contains its text is logged; in chronological order.
 MILESTONES = {
     "imports": "kernels: ",
     "weights": "weights read and packed",
@@ -95,14 +95,14 @@ def one_start(arguments: argparse.Namespace, options: dict[str, Any], weights: S
 
 
 def serve_command(options: dict[str, Any]) -> list[str]:
-    """`pagoda serve` with these options, on a free port unless one is given, with a log that can be read."""
+    """`pagoda serve` with these options, on a free port unless one is given, with a JSON log."""
     given = {"port": 0} | options | {"log_json": True}
     return python_command("serve", *(argument(name, value) for name, value in given.items()))
 
 
 @dataclass
 class Server:
-    """`pagoda serve` as a process, and when it said what: (seconds since the command, line)."""
+    """`pagoda serve` as a process; `said` holds its output as (seconds since the command, line)."""
 
     command: list[str]
     timeout_s: float
@@ -136,7 +136,7 @@ class Server:
         self._lines.put(None)
 
     def wait_until_ready(self) -> float:
-        """Seconds from the command to its announcement. Raises ConfigError when it ends or is too slow."""
+        """Seconds from the command to its announcement. Raises ConfigError if the server ends or is too slow."""
         while True:
             left = self.started + self.timeout_s - time.perf_counter()
             try:
@@ -165,7 +165,7 @@ async def first_token_s(server: Server, input_len: int, timeout_s: float) -> flo
 
 
 def parts(said: Sequence[tuple[float, str]], ready_s: float) -> dict[str, float]:
-    """Seconds from each milestone to the one after it; one that was not logged is part of the next."""
+    """Seconds from each milestone to the next; one that was not logged counts as part of the next."""
     found, before = {}, 0.0
     for name, text in MILESTONES.items():
         at = next((at for at, line in said if text in line and before <= at <= ready_s), None)
@@ -175,14 +175,14 @@ def parts(said: Sequence[tuple[float, str]], ready_s: float) -> dict[str, float]
 
 
 def drop_from_cache(paths: Sequence[Path]) -> None:
-    """Ask the system to forget what it holds of these files in memory."""
+    """Ask the kernel to drop these files from the page cache."""
     for path in paths:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_files_s(paths: Sequence[Path]) -> float:
-    """Seconds to read these files from end to end, one after the other, and do nothing with them."""
+    """Seconds to read these files sequentially, one after the other, and do nothing with them."""
     buffer = bytearray(READ_BYTES)
     started = time.perf_counter()
     for path in paths:
@@ -193,7 +193,7 @@ def read_files_s(paths: Sequence[Path]) -> float:
 
 
 def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The median of every time; of the parts, those that every run has."""
+    """The median of every time, including those parts that every run has."""
     names = [name for name in runs[0]["parts_s"] if all(name in run["parts_s"] for run in runs)]
     return {
         **{name: statistics.median(run[name] for run in runs) for name in ("ready_s", "first_token_s", "read_s")},

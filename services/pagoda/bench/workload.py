@@ -1,4 +1,5 @@
-"""What a load test sends: rows of (prompt length, output length, shared prefix, start time), made up or from a file."""
+"""The workload of a load test: rows of (prompt length, output length, shared prefix, start time), generated or from a
+file."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ WORDS = (
 
 
 class WorkloadRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One request to send. `at` is its start in seconds for a replay; `prompt` replaces the made-up prompt."""
+    """One request to send. `at` is its start in seconds for a replay; `prompt` replaces the generated prompt."""
 
     prompt_tokens: int
     output_tokens: int
@@ -28,7 +29,7 @@ class WorkloadRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
 
 
 class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How to make rows up. The spreads are standard deviations of normal distributions."""
+    """How to generate rows. The spreads are standard deviations of normal distributions."""
 
     num_requests: int
     input_len: int
@@ -40,7 +41,7 @@ class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_rows(shape: WorkloadShape, seed: int) -> list[WorkloadRow]:
-    """Rows of this shape; the same for the same seed."""
+    """Generate rows of this shape; the same for the same seed."""
     rng = random.Random(seed)
 
     def length(mean: int, spread: float, least: int) -> int:
@@ -58,7 +59,7 @@ def make_rows(shape: WorkloadShape, seed: int) -> list[WorkloadRow]:
 
 
 def read_rows(path: Path) -> list[WorkloadRow]:
-    """Rows of a JSON-lines file. Raises ValueError naming the line that is none."""
+    """Read rows from a JSON-lines file. Raises ValueError, naming the invalid line."""
     decoder = msgspec.json.Decoder(WorkloadRow)
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -85,7 +86,7 @@ def arrivals(rows: list[WorkloadRow], rate: float, burstiness: float, seed: int)
 
 
 def plain_ids(vocab_size: int) -> range:
-    """Token ids to draw prompts from: without the first, which are special in most vocabularies."""
+    """Token ids to draw prompts from, without the first ones, which are special in most vocabularies."""
     return range(min(100, vocab_size // 2), vocab_size)
 
 
