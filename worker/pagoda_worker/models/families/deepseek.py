@@ -96,7 +96,7 @@ def _dense_layers(config: ConfigReader, layers: int) -> int:
 
 
 def guessing_layers(config: ConfigReader) -> int:
-    """By either name, how many multi-token prediction layers a checkpoint may have after the others."""
+    """How many multi-token prediction layers a checkpoint may have after the others, by either field name."""
     counts = [config.maybe(name, int) or 0 for name in ("num_nextn_predict_layers", "num_mtp_layers")]
     return min(max(0, *counts), 16)
 
