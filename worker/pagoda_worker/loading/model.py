@@ -47,7 +47,7 @@ from pagoda_worker.rows.slots import TokenSlots
 
 log = logging.getLogger(__name__)
 
-CHOOSES_THE_CODE = {"architectures", "model_type"}  # harmless to whoever runs it, not to which code runs
+CHOOSES_THE_CODE = {"architectures", "model_type"}  # do not change the arithmetic, but choose the code
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -60,7 +60,7 @@ class Model(Protocol):
         """Write K and V of the batch's tokens, return final hidden states [T, H]."""
 
     def logits(self, hidden: torch.Tensor, *, slots: TokenSlots | None = None) -> torch.Tensor:
-        """hidden [R, H] -> [R, V] float32; `slots` are of these, where one has an adapter."""
+        """hidden [R, H] -> [R, V] float32; `slots` are those of these tokens, None if none has an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,22 +72,22 @@ class LoadedModel:
     device: torch.device
     vocab_size: int  # width of the logits
     max_model_len: int
-    fingerprint: str  # which weights, and what config.json makes of them
+    fingerprint: str  # which weights, and the arithmetic in config.json
     numerics_id: str
-    batch_invariant: bool  # whether a token's bits are its row's alone, whatever is computed beside it
-    repeatable: bool = True  # whether another life of its worker gives the same bits
+    batch_invariant: bool  # whether a token's bits depend on its row alone
+    repeatable: bool = True  # whether a restarted worker gives the same bits
     grammars: Grammars = NO_GRAMMARS  # over its vocabulary
     adapters: Adapters = NO_ADAPTERS
-    pooler: Pooler | None = None  # of a model that reads: it makes vectors of states, and there are no logits
-    scratch: KVShape | None = None  # of one that reads whole prompts: what a layer needs of K and V while it computes
-    second_place: int = 0  # how far behind the first text's positions those of a pair's second are
-    retentions: tuple[Retention, ...] = KEEP_ALL  # by the tables that groups go by
-    spare_blocks: int = 0  # of each table, beyond those that rows are given: their ids follow
+    pooler: Pooler | None = None  # for models that read: turns states into vectors; there are no logits
+    scratch: KVShape | None = None  # for models that read whole prompts: K and V that one layer needs while computing
+    second_place: int = 0  # offset of the second text's positions in a pair
+    retentions: tuple[Retention, ...] = KEEP_ALL  # by table
+    spare_blocks: int = 0  # of each table, with ids after those that rows are given
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> tuple[Cache, ...]:
-        """A cache for each group, with `num_blocks` blocks for those of the first table.
+        """A cache for each group, with `num_blocks` blocks for groups of the first table.
 
-        Raises BackendError when the back end has none of this kind.
+        Raises BackendError if the back end supports no such cache.
         """
 
         def new() -> tuple[Cache, ...]:
@@ -108,9 +108,9 @@ def load_model(
 
     Args:
         config: Which model, where and how.
-        progress: Called with bytes loaded and bytes in all; what it raises ends the loading.
-        opened: Where its tensors come from; a benchmark makes them up.
-        head_size: Of how many tokens, from the first, it makes logits; None: of all.
+        progress: Called with bytes loaded and bytes in all; an exception it raises ends the loading.
+        opened: Opens its tensors; a benchmark makes them up.
+        head_size: Number of tokens, from the first, that get logits; None: all.
 
     Raises:
         ValueError: the directory, its configuration or the worker's configuration cannot be used; says which and why.
@@ -132,19 +132,19 @@ def load_model(
 
 
 def settled(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
-    """The device, what it leaves to the configuration, and torch told of both."""
+    """Choose the device, complete the configuration for it, and configure torch."""
     device = choose_device(config.device)
     config = config.settled(device.type)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
-    # The first call begins so many threads of a second kind, for good, and for no use of ours.
+        torch.cuda.set_device(device)  # where kernels are launched, first by the back end's self-check
+    # The first call also starts a second pool of that many threads, for good, which we do not use.
     torch.set_num_threads(1)
     torch.set_num_threads(config.threads)
     return config, device
 
 
 class _Made(NamedTuple):
-    """A model, and what only its making tells. `implementation`: see `numerics_id`."""
+    """A model, and facts known only from building it. `implementation`: see `numerics_id`."""
 
     model: Model
     vocab_size: int
@@ -203,7 +203,7 @@ def _natively(  # noqa: PLR0913 - all that a model is made of
 
 
 def _adapters(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder, dtype: torch.dtype) -> AdapterStore:
-    """With those that were named read, so that what is wrong with one is told at once. Raises ValueError."""
+    """A store with the named adapters loaded, so that faults are reported at once. Raises ValueError."""
     named = {name: Path(one.path).absolute() for name, one in read_lora_modules(config.lora_modules).items()}
     below = [Path(config.lora_dir)] if config.lora_dir else []
     store = AdapterStore(
@@ -226,7 +226,7 @@ def _adapters(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder, dtype: 
 
 
 def _most_bytes(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder) -> int:
-    """What an adapter takes that adds to everything and brings every norm."""
+    """Bytes of an adapter that adds to every matrix and replaces every norm."""
     places = places_of(spec, decoder.adapted)
     ranks = {module.name: config.max_lora_rank for module in places.modules.values()}
     return decoder.adapter_bytes(ranks, {one.name for one in places.whole.values() if len(one.shape) == 1})
@@ -250,7 +250,7 @@ def _through_transformers(config: WorkerConfig, checkpoint: Checkpoint, ops: Ops
 
 
 def decoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: DecoderSpec | None) -> Needs:
-    """What a decoder asks of a back end; None is one that is not ours to know."""
+    """What a decoder requires of a back end; `spec` is None for one that runs through transformers."""
     needs = Needs(
         dtype=dtype, block_size=config.block_size, num_threads=config.threads, instruction_set=config.instruction_set
     )
@@ -272,7 +272,7 @@ def decoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: DecoderSpec | 
 
 
 def chosen_ops(config: WorkerConfig, device: torch.device, needs: Needs) -> Ops:
-    """The operations, and a word about them in the log. Raises BackendError."""
+    """The operations; logs which were chosen. Raises BackendError."""
     ops, remarks = load_ops(device, config.kernels, needs)
     for remark in remarks:
         log.warning(remark)
@@ -281,7 +281,7 @@ def chosen_ops(config: WorkerConfig, device: torch.device, needs: Needs) -> Ops:
 
 
 def _refuse_quantised_cache(config: WorkerConfig) -> None:
-    """The fallback checks itself against transformers, which rounds no keys and values."""
+    """The fallback checks itself against transformers, which does not round keys and values."""
     if config.kv_cache_dtype != "auto":
         raise UnsupportedConfig(
             f"kv_cache_dtype={config.kv_cache_dtype}: models that run through transformers keep theirs as computed"
@@ -289,7 +289,7 @@ def _refuse_quantised_cache(config: WorkerConfig) -> None:
 
 
 def _refuse_hopeless(fields: dict[str, Any]) -> None:
-    """What neither the native code nor the fallback can run."""
+    """Refuse what neither the native code nor the fallback can run."""
     check_sizes(fields)
     if fields.get("is_encoder_decoder"):
         raise UnsupportedConfig("config.json: 'is_encoder_decoder': only decoder-only models are served")
@@ -298,10 +298,10 @@ def _refuse_hopeless(fields: dict[str, Any]) -> None:
 
 
 def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[DecoderSpec | None, Layout | None]:
-    """The spec of a natively supported model, or None if transformers is to run it, and how its matrices are quantised.
+    """The spec of a natively supported model (None: run it through transformers), and how its matrices are quantised.
 
     Raises:
-        UnsupportedConfig: there is no native implementation for it, and the fallback is off or would not do.
+        UnsupportedConfig: it has no native implementation, and the fallback is off or cannot run it.
     """
     layout, name = read_layout(fields), architecture_of(fields)
     try:
@@ -322,8 +322,7 @@ def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[Decoder
 
 
 def spec_of(fields: dict[str, Any]) -> DecoderSpec:
-    """What config.json says of a natively supported model that generates, however it is quantised. Raises as
-    `native_spec` does."""
+    """The spec of a natively supported model that generates, however it is quantised. Raises as `native_spec` does."""
     spec = native_spec(architecture_of(fields), {name: value for name, value in fields.items() if name != FIELD})
     if not spec.causal:
         raise UnsupportedConfig("config.json: attention in both directions reads, and continues nothing")
@@ -355,7 +354,7 @@ def native_spec(architecture: str, fields: dict[str, Any]) -> DecoderSpec:
     module, function = ARCHITECTURES[architecture].split(":")
     reader = ConfigReader(completed(architecture, fields))
     spec: DecoderSpec = getattr(importlib.import_module(module), function)(reader)
-    causal = reader.take("is_causal", bool, True)  # of any family: it is how some that embed are made of others
+    causal = reader.take("is_causal", bool, True)  # of any family; some embedding models set it to false
     reader.finish()
     if causal:
         return spec
@@ -374,7 +373,7 @@ def run_dtype(choice: str, fields: dict[str, Any], stored: torch.dtype | None, d
 
 
 def model_len(configured: int, limit: int, default: int) -> int:
-    """Of `configured` and `default`, the former if it is set. Raises ValueError when it is beyond `limit`."""
+    """`configured` if set, else `default`. Raises ValueError if it exceeds `limit`."""
     if configured > limit:
         raise ValueError(f"max_model_len={configured} is beyond the model's own limit of {limit} tokens")
     return configured or default

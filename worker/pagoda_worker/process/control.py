@@ -51,7 +51,7 @@ class Membership:
         self._standing: Standing | None = None
         self._lease_s = 0.0
         self._heard_at = 0.0
-        self.why_lost = ""  # the last membership
+        self.why_lost = ""  # of the last membership
 
     def admit(self, welcome: Welcome, version: int, now: float) -> Standing:
         with self._lock:
