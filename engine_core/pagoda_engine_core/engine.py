@@ -158,7 +158,7 @@ class EngineCore:
         self._publish(busy or self.idle)
         events = self._executor.wait(max(0.0, min(timeout_s, self._router.next_after(now) - self._clock())))
         held_up_s = self._guard.tick(now := self._clock())
-        if held_up_s and self._executor.concurrent:  # else a step took it; before judging who is late
+        if held_up_s and self._executor.concurrent:  # else that was a step; forgive before judging
             self._router.forgive(held_up_s, now)
             self.admission.forgive(held_up_s, now)
         for event in events:

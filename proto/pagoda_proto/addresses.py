@@ -1,5 +1,5 @@
-"""What is local to this machine: addresses that no other host can reach, the only ones allowed for links without keys,
-and the host id, within which process ids have one meaning."""
+"""Local addresses, which no other host can reach and which are the only ones allowed without keys; and the host id,
+within which process ids have one meaning."""
 
 from __future__ import annotations
 

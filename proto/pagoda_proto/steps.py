@@ -20,8 +20,8 @@ another row in plan n+1 is written there only after plan n is done with it.
     group    layers that keep the K and V of the same tokens. A row has a block table for each group, all of the same
              length: entry i is for tokens [i, i + 1) * block_size. In a new row, entries that a group no longer keeps
              hold NO_BLOCK; a plan does not say when an existing row keeps less. Block ids are numbered through all
-             groups, those of the second after those of the first, and so are swap block ids. So groups are told apart
-             only in lists of `block_ids`: all of the first group, then as many of the second.
+             groups, those of the second after those of the first, and so are swap block ids. So only lists of
+             `block_ids` are ordered by group: all of the first, then as many of the second.
 
 Within a step a worker does, in order: drop `finished_rows`, add `new_rows`, append and replace blocks, swap blocks out,
 swap blocks in, copy blocks, compute chunks (KV is written first, then attended to), sample the rows whose chunk says
@@ -318,7 +318,7 @@ class StepResult(Message, frozen=True, tag="result"):
 
 
 class Beat(Message, frozen=True, tag="beat"):
-    """Heartbeat, sent every `times.BEAT_S` by a thread beside the step loop, which reports since when it is busy."""
+    """Heartbeat, sent every `times.BEAT_S` by its own thread; the step loop itself records since when it is busy."""
 
     busy_s: float  # how long the current step has been running; 0 if idle
     rss_bytes: int = 0  # resident memory of the process; 0 if unknown

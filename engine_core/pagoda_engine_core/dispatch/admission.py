@@ -1,4 +1,4 @@
-"""The engine core is the last tier that knows the model, so it checks again; what passes here can run to its end."""
+"""The engine core is the last tier that knows the model, so it checks again; admitted requests can run to their end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy is an order of requests, which decides who has a row, who waits and who is preempted first.
+"""A policy is an order of requests, which decides which have rows, which wait and which are preempted first.
 
 Running rows are planned in that order and preempt from its end, so a row never preempts one ahead of it, and the first
 request always advances: preemption cannot cycle.

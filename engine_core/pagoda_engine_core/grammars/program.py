@@ -60,7 +60,7 @@ def main(asked: BinaryIO, answers: BinaryIO) -> None:
     while True:
         code = _in_a_fork(asked, answers, checking)
         if code == -signal.SIGKILL or not checking[0]:
-            return  # no check caused this; whoever waits for an answer sees that we are gone
+            return  # no check caused this; a peer that waits for an answer sees our end
         checking[0] = 0
         answers.write(frame(ENDED + str(code).encode()))
         answers.flush()

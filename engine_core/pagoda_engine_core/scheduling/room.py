@@ -3,7 +3,7 @@
 The worker's own choices count against its room: what running rows take in the next step, and everything that waiting
 ones (preempted, siblings) will take. Message bytes count too: those that new rows add to the plan, and the vectors of
 all rows that pool, which may end in the same step. Plan and result are one message each, and one larger than its
-receiver accepts would cost the worker.
+receiver accepts would lose the worker.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def go_on(choice: Choice, search: BeamSearch, output: RowOutput, kv: KvCache, ro
 
 
 def _advance(request: Request, search: BeamSearch, kv: KvCache, rows: Rows, now: float) -> None:
-    """Turn choices into the next beams; those whose source has a row get a row, while there are any."""
+    """Turn choices into the next beams; those whose source has a row get one, as long as rows are free."""
     seated = {choice.index for choice in request.choices if choice.state is ChoiceState.RUNNING}
     places = search.sources
     sources = [request.choices[place] for place in places]

@@ -1,4 +1,4 @@
-"""Workers over ZMQ: every frame is checked by its envelope, and only a worker's current life is heeded.
+"""Workers over ZMQ: every frame is checked by its envelope and accepted only from a worker's current life.
 
 The engine loop thread polls. A worker connects twice per registration, so that beats never wait behind large messages:
 data (`{incarnation}.{registration}/d`: Hello, plans, results, Goodbye) and control (`../c`: Beat, Drain). Peers choose

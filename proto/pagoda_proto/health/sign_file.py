@@ -1,7 +1,7 @@
 """A file whose age shows that a process is healthy, if it has no port to query. It needs no key and no other process.
 
-A file left by an earlier life is deleted at once, so that it cannot vouch for this one. It was empty: a file that is
-not empty belongs to someone else.
+A file left by an earlier life is deleted at once, so that it cannot vouch for this one. It must be empty: any other
+file belongs to someone else.
 """
 
 from __future__ import annotations
