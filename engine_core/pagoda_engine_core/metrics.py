@@ -25,8 +25,8 @@ _TOTALS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that began"),
     "cached_prompt_tokens": ("prefix_cache_hits", "Prompt tokens served from the prefix cache"),
     "output_tokens": ("generation_tokens", "Tokens generated"),
-    "draft_tokens": ("spec_decode_num_draft_tokens", "Guessed tokens that were verified"),
-    "accepted_draft_tokens": ("spec_decode_num_accepted_tokens", "Guessed tokens that became output"),
+    "draft_tokens": ("spec_decode_num_draft_tokens", "Draft tokens that were verified"),
+    "accepted_draft_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens that became output"),
     "swapped_out_blocks": ("swapped_out_blocks", "KV blocks copied to host memory"),
     "swapped_in_blocks": ("swapped_in_blocks", "KV blocks copied back from host memory"),
     "replays": ("requests_replayed", "Requests that lost their worker after they had begun"),
@@ -118,9 +118,9 @@ class _StatsCollector(Collector):
             "KV blocks in use, of the fullest group, 0..1",
             value=load.kv_usage,
         )
-        yield GaugeMetricFamily(f"{PREFIX}num_workers", "Workers that take work", value=load.num_workers)
+        yield GaugeMetricFamily(f"{PREFIX}num_workers", "Workers that accept work", value=load.num_workers)
         yield GaugeMetricFamily(
-            f"{PREFIX}seconds_since_progress", "Since a step last advanced", value=load.seconds_since_progress
+            f"{PREFIX}seconds_since_progress", "Seconds since a step last made progress", value=load.seconds_since_progress
         )
         for kind in ("total", "used", "cached"):
             value = getattr(stats.blocks, f"blocks_{kind}")
@@ -137,7 +137,7 @@ class _StatsCollector(Collector):
             "Prompt tokens looked up in the prefix cache",
             value=stats.totals.get("prompt_tokens", 0),
         )
-        dropped = CounterMetricFamily(f"{PREFIX}frames_dropped", "Worker frames not acted upon", labels=["reason"])
+        dropped = CounterMetricFamily(f"{PREFIX}frames_dropped", "Frames from workers that were dropped", labels=["reason"])
         for key, count in stats.totals.items():
             if key.startswith(_DROPPED):
                 dropped.add_metric([key.removeprefix(_DROPPED)], count)
@@ -154,7 +154,7 @@ def _worker_memory(stats: Stats) -> Metric:
 
 def _preemptions(stats: Stats) -> Metric:
     swapped = stats.totals.get("swap_preemptions", 0)
-    family = CounterMetricFamily(f"{PREFIX}num_preemptions", "Rows that gave up their KV blocks", labels=["kind"])
+    family = CounterMetricFamily(f"{PREFIX}num_preemptions", "Rows preempted, which gave up their KV blocks", labels=["kind"])
     family.add_metric(["swap"], swapped)
     family.add_metric(["recompute"], stats.totals.get("preemptions", 0) - swapped)
     return family

@@ -52,7 +52,7 @@ class GatewayMetrics:
         self.cached_tokens = self._counter("prefix_cache_hits", "Prompt tokens served from the prefix cache")
         self.output_tokens = self._counter("generation_tokens", "Output tokens received from engine cores")
         names = ("model_name", "finished_reason")
-        success = Counter("pagoda_request_success", "Requests by how they ended", names, registry=self.registry)
+        success = Counter("pagoda_request_success", "Requests, by how they ended", names, registry=self.registry)
         self._success = {reason: success.labels(self.model_name, reason.value) for reason in FinishReason}
         names = ("model_name", "reason")
         refused = Counter("pagoda_admission_rejections", "Requests refused, by code", names, registry=self.registry)
@@ -63,12 +63,12 @@ class GatewayMetrics:
         self.gaps = self._counter("protocol_gaps", "Deltas that left a hole in their choice")
         self.sessions_lost = self._counter("engine_sessions_lost", "Sessions to the engine core that broke")
         self.slow_clients = self._counter("slow_clients", "Connections ended because their client read nothing")
-        canary = Counter("pagoda_canary_requests", "Health requests by outcome", ("result",), registry=self.registry)
+        canary = Counter("pagoda_canary_requests", "Health requests, by outcome", ("result",), registry=self.registry)
         self.canary = {result: canary.labels(result) for result in ("success", "failure", "overtaken")}
 
     def _create_batch_metrics(self) -> None:
         names = ("model_name", "result")
-        lines = Counter("pagoda_batch_lines", "Lines of batches by what became of them", names, registry=self.registry)
+        lines = Counter("pagoda_batch_lines", "Batch lines, by outcome", names, registry=self.registry)
         results = {False: "answered", True: "failed"}
         self._batch_lines = {failed: lines.labels(self.model_name, result) for failed, result in results.items()}
 
@@ -135,7 +135,7 @@ class GatewayMetrics:
         """Return a function to call with the outcome of every call to the store. Call once."""
         self._gauge("store_up", "0 while the store cannot be used", lambda: not failing())
         names = ("model_name", "outcome")
-        calls = Counter("pagoda_store_calls", "Calls to the store by how they ended", names, registry=self.registry)
+        calls = Counter("pagoda_store_calls", "Calls to the store, by outcome", names, registry=self.registry)
         counted = {outcome: calls.labels(self.model_name, outcome) for outcome in outcomes}
         return lambda outcome: counted[outcome].inc()
 
