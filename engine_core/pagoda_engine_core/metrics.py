@@ -120,7 +120,9 @@ class _StatsCollector(Collector):
         )
         yield GaugeMetricFamily(f"{PREFIX}num_workers", "Workers that accept work", value=load.num_workers)
         yield GaugeMetricFamily(
-            f"{PREFIX}seconds_since_progress", "Seconds since a step last made progress", value=load.seconds_since_progress
+            f"{PREFIX}seconds_since_progress",
+            "Seconds since a step last made progress",
+            value=load.seconds_since_progress,
         )
         for kind in ("total", "used", "cached"):
             value = getattr(stats.blocks, f"blocks_{kind}")
@@ -137,7 +139,9 @@ class _StatsCollector(Collector):
             "Prompt tokens looked up in the prefix cache",
             value=stats.totals.get("prompt_tokens", 0),
         )
-        dropped = CounterMetricFamily(f"{PREFIX}frames_dropped", "Frames from workers that were dropped", labels=["reason"])
+        dropped = CounterMetricFamily(
+            f"{PREFIX}frames_dropped", "Frames from workers that were dropped", labels=["reason"]
+        )
         for key, count in stats.totals.items():
             if key.startswith(_DROPPED):
                 dropped.add_metric([key.removeprefix(_DROPPED)], count)
@@ -154,7 +158,9 @@ def _worker_memory(stats: Stats) -> Metric:
 
 def _preemptions(stats: Stats) -> Metric:
     swapped = stats.totals.get("swap_preemptions", 0)
-    family = CounterMetricFamily(f"{PREFIX}num_preemptions", "Rows preempted, which gave up their KV blocks", labels=["kind"])
+    family = CounterMetricFamily(
+        f"{PREFIX}num_preemptions", "Rows preempted, which gave up their KV blocks", labels=["kind"]
+    )
     family.add_metric(["swap"], swapped)
     family.add_metric(["recompute"], stats.totals.get("preemptions", 0) - swapped)
     return family
