@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What weights in fewer bits cost in accuracy, as numbers.
+"""Measures what weights of fewer bits cost in accuracy.
 
     python bench/accuracy.py tasks [--samples 100]
     python bench/accuracy.py divergence MODEL [--text FILE] [--reference DIR]
 
-`tasks`: the bundled demo model's exact-match accuracy per task, offline and greedy, for every weight format; the same
-held-out examples for all. `divergence`: for any checkpoint, the next-token distributions of each format against those
-of the reference (the same checkpoint as it is, unless another directory is named), after every token of the same
-sequences: mean KL(reference || format) in nats and how often the most probable token is the same. Sequences are pieces
+`tasks`: the bundled demo model's exact-match accuracy per task, offline and greedy, for every weight format, on the
+same held-out examples. `divergence`: for any checkpoint, compares the next-token distributions of each format with
+those of the reference (the checkpoint as stored, unless another directory is named), after every token of the same
+sequences: mean KL(reference || format) in nats, and how often the most probable token is the same. Sequences are pieces
 of a text file, or uniformly random token ids, which say more about a network's arithmetic than about its use.
 """
 
@@ -38,7 +38,7 @@ from pagoda_worker.rows.batch import Batch
 
 STORED = "as stored"
 BLOCK_SIZE = 32
-HEAD_ROWS = 64  # positions whose logits are held at once
+HEAD_ROWS = 64  # positions whose logits are in memory at once
 
 
 def option(name: str) -> str:
@@ -69,7 +69,7 @@ def print_tasks(args: argparse.Namespace) -> None:
 
 
 def log_probabilities(model: LoadedModel, token_ids: list[int]) -> Iterator[torch.Tensor]:
-    """[R, V] float32 for a few positions at a time, after each token of one row."""
+    """Yields [R, V] float32, a few positions at a time, for every token of one row."""
     count, places = len(token_ids), torch.arange(len(token_ids), device=model.device)
     num_blocks = -(-count // BLOCK_SIZE)
     batch = Batch(

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Two of everything, sixteen chats, and every two seconds something dies: what becomes of the chats.
+"""Two of everything, sixteen chats, and a process killed every two seconds: counts what happens to the chats.
 
     python bench/chaos.py [--seconds 60] [--gap 2] [--chats 16] [--seed 0]
 
-Two gateways on one store, two engine cores behind both, a worker at each, on the demo model. A random one of the six is
-killed (SIGKILL), and its supervisor starts it again. Each chat is asked over a transport that resumes, again and again,
-and every answer is compared, token by token and with log-probabilities, with that of the undisturbed stack. The last
-line tells; the exit status is 1 when a stream broke, or a token was lost or another one.
+Two gateways share a store, and two engine cores, each with one worker; all serve the demo model. Every few seconds one
+of the six, chosen at random, is killed (SIGKILL), and its supervisor restarts it. Each chat is repeated over a
+transport that resumes streams, and every answer is compared with the undisturbed stack's, token by token and with
+log-probabilities. The last line is the result; the exit status is 1 if a stream broke, or a token was lost or differs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RED, GREEN, DIM, PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
 def chat(number: int) -> dict[str, Any]:
-    """Greedy and sampled by turns."""
+    """Greedy for even numbers, sampled for odd ones."""
     question = f"{QUESTIONS[number % len(QUESTIONS)]} ({number})"
     return {
         "model": "demo", "messages": [{"role": "user", "content": question}], "stream": True, "seed": number,
@@ -54,7 +54,7 @@ def chat(number: int) -> dict[str, Any]:
 
 @dataclass
 class Tally:
-    """What became of the streams, and what happened meanwhile."""
+    """The outcomes of the streams, and what happened meanwhile."""
 
     streams: int = 0
     broken: int = 0
@@ -62,7 +62,7 @@ class Tally:
     different: int = 0
     kills: int = 0
     resumed: int = 0
-    tokens: dict[int, int] = field(default_factory=dict)  # events of the stream that runs, by chat
+    tokens: dict[int, int] = field(default_factory=dict)  # events of the current stream, by chat
     answers: Counter[int] = field(default_factory=Counter)  # by chat
     events: deque[str] = field(default_factory=lambda: deque(maxlen=8))
     breaks: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Tower:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._log = (directory / "processes.log").open("w", encoding="utf-8")
-        logging.basicConfig(stream=self._log)  # what the supervisor says
+        logging.basicConfig(stream=self._log)  # the supervisor's log
         self._ports = [free_port(), free_port()]
         self.up: set[str] = set()
         specs = [*(self._gateway(i) for i in (0, 1)), *(self._core(i) for i in (0, 1)), *map(self._worker, (0, 1))]
@@ -139,7 +139,7 @@ class Tower:
 
 
 class Screen:
-    """What is going on: drawn again and again on a terminal, elsewhere a line for each event."""
+    """Shows progress: redrawn on a terminal, elsewhere one line per event."""
 
     def __init__(self, tower: Tower, tally: Tally, until: float) -> None:
         self._tower = tower
@@ -192,8 +192,8 @@ class Screen:
 
 
 async def one_chat(number: int, http: Client, url: str, expected: Answer, tally: Tally, until: float) -> None:
-    """The same question until time is up, and the last answer to its end."""
-    client = http.openai(url, max_retries=20)  # as any client is told to come again while a stack is not ready
+    """Repeat the same question until time is up, and finish the last answer."""
+    client = http.openai(url, max_retries=20)  # while a stack is not ready, it tells every client to retry
 
     def flowing() -> None:
         tally.tokens[number] += 1

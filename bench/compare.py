@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Servers side by side on one machine: alternate the same workloads between them, print figures and ratios.
+"""Compares servers on one machine: alternates the same workloads between them, prints figures and ratios.
 
     python bench/compare.py MODEL --rounds 3 --out result.json \
         --vllm /path/to/venv/bin/python \
         --llama-server /path/to/llama-server --gguf bf16=model-bf16.gguf --gguf Q8_0=model-q8_0.gguf
     python bench/compare.py MODEL --pagoda 'pagoda=' --pagoda 'int8=--quantization int8' --workloads decode-1,served-16
 
-A machine's speed drifts, so a figure of one side means little alone. Each round runs every workload on every side, one
-right after the other, another side first each round; what counts is the median over rounds of first side / other side.
-All get the same token ids and lengths, greedy unless the workload says otherwise, and ignore the end of sequence;
-prompts differ between rounds and workloads, so no prefix cache helps anyone. Only the side whose turn it is computes:
-vLLM is stopped by signal meanwhile, llama-server is started for each load, and Pagoda idles, which is measured.
-`pagoda bench kernels` takes the machine's ceilings before the first round and after each.
+A machine's speed drifts, so one side's figure alone means little. Each round runs every workload on all sides, one
+right after the other, with a different side first each round; what counts is the median over rounds of first side /
+other side. All get the same token ids and lengths, greedy unless the workload says otherwise, and ignore the end of
+sequence; prompts differ between rounds and workloads, so no prefix cache helps. Only the side whose turn it is
+computes: vLLM is stopped by a signal meanwhile, llama-server is started for each load, and Pagoda idles, the cost of
+which is measured. `pagoda bench kernels` measures the machine's ceilings before the first round and after each.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CLI = (sys.executable, "-m", "pagoda.cli")
 
 
 class Comparison:
-    """The servers of one run. Those that are not started for each load are up from `__enter__` on."""
+    """The servers of one run. Servers that are not started for each load are up from `__enter__` on."""
 
     def __init__(self, sides: Sequence[Side], logs: Path, timeout_s: float) -> None:
         self.sides = {side.name: side for side in sides}
@@ -78,7 +78,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def serving(self, name: str, workload: Workload) -> Iterator[Running]:
-        """The side, ready for this workload, and no other side doing anything."""
+        """The side's server, ready for this workload, while the other sides are inactive."""
         if self.sides[name].each_time:
             with self._start(self.sides[name], workload) as server:
                 yield server
@@ -91,10 +91,10 @@ class Comparison:
             server.pause()
 
     def idle_cpu_s(self, seconds: float) -> dict[str, float]:
-        """Processor seconds that each side's processes use in so many seconds without a request, side by side."""
+        """Processor seconds that each side's processes use in `seconds` without requests, all at the same time."""
         with contextlib.ExitStack() as stack:
             servers = {name: stack.enter_context(self.serving(name, WORKLOADS["served-1"])) for name in self.sides}
-            time.sleep(2)  # what a start or a stop leaves to do
+            time.sleep(2)  # let work left from a start or a stop finish
             before = {name: server.cpu_s() for name, server in servers.items()}
             time.sleep(seconds)
             return {name: server.cpu_s() - before[name] for name, server in servers.items()}
@@ -158,7 +158,7 @@ def median_of(values: Sequence[float]) -> str:
 
 
 def table(figures: Figures, startup_s: dict[str, list[float]], idle_cpu_s: dict[str, float]) -> Table:
-    """Medians, and below those of the other sides the ratio first / other with its spread."""
+    """A table of medians, with the ratio first / other and its spread below those of the other sides."""
     first, *others = startup_s
     found = Table("workload", "figure", first, *others)
     against = ratios_to_first(figures)
@@ -174,7 +174,7 @@ def table(figures: Figures, startup_s: dict[str, list[float]], idle_cpu_s: dict[
 
 
 def make_sides(arguments: argparse.Namespace) -> list[Side]:
-    """Raises ValueError when two have one name, or a NAME= is missing."""
+    """Raises ValueError if two sides have the same name, or a NAME= is missing."""
     model = peers.Model(arguments.model, arguments.max_model_len, arguments.kv_gib)
     cpus = sorted(os.sched_getaffinity(0))
     found = [peers.pagoda(name, model, flags) for name, flags in map(named, arguments.pagoda or ["pagoda="])]

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""A workload whose answers repeat what stands before them, for measuring what looking up the prompt gains.
+"""Makes a workload whose answers repeat earlier text, to measure what prompt lookup gains.
 
     python bench/copying.py MODEL --out copy.jsonl
 
-A model with random weights does not follow instructions, so it cannot be asked to copy. What can be had honestly: many
-random prompts P are continued greedily, P + G. The beginning of that text becomes the prompt, and greedy decoding then
-yields its known rest. Of all texts those are kept whose rest repeats what stands before it about as often as asked for;
-how often is printed and belongs to every figure made with them. Many models fall into loops, which would be 100 %, and
-some never do: for these there is no such workload, and the share printed is about 0. (P + G + P, in the hope of G once
-more, does not work: the second time the model says something else.) The first tokens of an answer must be whole
-characters, as its first event has to come with the first token.
+A model with random weights does not follow instructions, so it cannot be asked to copy. Instead, many random prompts P
+are continued greedily to P + G. The beginning of that text becomes the prompt, and greedy decoding then yields the
+known rest. The texts kept are those whose rest repeats earlier text to about the wanted share; the actual share is
+printed, and must be quoted with every figure measured. Many models fall into loops, a share of 100 %, and some never
+do: for those there is no such workload, and the share printed is about 0. (P + G + P does not make the model repeat G:
+the second time it says something else.) The first tokens of an answer must be whole characters, because its first event
+has to come with the first token.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from pagoda.bench.workload import WorkloadRow, write_rows
 if TYPE_CHECKING:
     from pagoda.offline.llm import LLM
 
-SEED_TOKENS = 64  # of a random prompt
-FIRST_TOKENS = 4  # of an answer
-LOOKUP = 2  # tokens that must be equal for what followed them to be proposed
+SEED_TOKENS = 64  # length of a random prompt
+FIRST_TOKENS = 4  # tokens at the start of an answer that must be whole characters
+LOOKUP = 2  # tokens that must match for their continuation to be proposed
 
 
 def copied_share(before: Sequence[int], text: Sequence[int], length: int = LOOKUP) -> float:
-    """The share of `text` that is foretold by the last place before it with the same `length` tokens in front."""
+    """The share of `text` predicted correctly by the latest earlier occurrence of the same `length` tokens."""
     tokens = list(before)
     followers = {tuple(tokens[i - length : i]): i for i in range(length, len(tokens))}
     hits = 0
@@ -51,7 +51,7 @@ def copied_share(before: Sequence[int], text: Sequence[int], length: int = LOOKU
 
 
 def choose(texts: Sequence[list[int]], prompt_len: int, count: int, wanted: float) -> list[tuple[float, list[int]]]:
-    """The `count` texts whose part after `prompt_len` tokens repeats to a share near `wanted`, with that share."""
+    """The `count` texts whose rest after `prompt_len` tokens repeats to a share nearest `wanted`, with that share."""
     shares = [(copied_share(text[:prompt_len], text[prompt_len:]), text) for text in texts]
     return sorted(shares, key=lambda pair: abs(pair[0] - wanted))[:count]
 
@@ -62,7 +62,7 @@ def begins_whole(llm: LLM, tokens: Sequence[int]) -> bool:
 
 
 def make_texts(llm: LLM, count: int, length: int) -> list[list[int]]:
-    """Random prompts with their greedy continuations, `length` tokens together."""
+    """Random prompts with their greedy continuations, `length` tokens in total."""
     from pagoda import SamplingParams
 
     rng, ids = random.Random(0), range(min(100, llm.vocab_size // 2), llm.vocab_size)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What one client's token takes, against reading from memory what its step reads.
+"""Time per token of a single client, against the time to read a step's bytes from memory.
 
     python bench/decode.py MODEL --formats bf16,int8,int4 [--rounds 3]
 
-A step of one row reads every matrix once; of a mixture of experts, those of the experts that its router chooses, which
-are always as many. That over the machine's read bandwidth, measured before and after every batch, is the floor. Keys
-and values count, too; what fits into a cache may come faster than this, so a small model's share may exceed 100 %.
+A step of one row reads every matrix once; in a mixture of experts, those of the experts that its router chooses, whose
+number is fixed. These bytes divided by the machine's read bandwidth, measured before and after every batch, are the
+floor. Keys and values count, too; data that fits into a cache may be faster, so a small model's share may exceed 100 %.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Matrix = tuple[int, int]
 
 
 class Read(NamedTuple):
-    """Bytes of a step of one row."""
+    """Bytes that a step of one row reads."""
 
     dense: float
     experts: float
@@ -50,8 +50,8 @@ class Read(NamedTuple):
 
 
 def read_by(spec: DecoderSpec, quantization: str, context: int) -> Read:
-    """`quantization` is that of the linear layers. Routers stay bf16, and output matrices are int8 beside any but bf16.
-    Raises ValueError for attention over latents, whose matrices are not known here."""
+    """`quantization` is that of the linear layers. Routers stay bf16; the output matrix is int8 unless that is bf16.
+    Raises ValueError for latent attention, whose matrices are not known here."""
     form = FORMATS.get(quantization)
     dense = experts = cached = 0.0
     for layer in spec.layers:
@@ -66,7 +66,7 @@ def read_by(spec: DecoderSpec, quantization: str, context: int) -> Read:
 
 
 def _dense(hidden: int, layer: LayerSpec) -> Iterator[Matrix]:
-    """(N, K) of what every token passes."""
+    """(N, K) of the matrices that every token passes."""
     if layer.latent is not None:
         raise ValueError("what attention over latents reads is not counted here")
     heads, size = layer.attention.num_heads, layer.attention.head_dim
@@ -81,7 +81,7 @@ def _mlp(hidden: int, width: int, *, gated: bool) -> tuple[Matrix, Matrix]:
 
 
 def spec_at(model: Path) -> DecoderSpec:
-    """Raises ValueError for what is no such model, or one whose weights are quantised already."""
+    """Raises ValueError if it is not such a model, or its weights are already quantised."""
     try:
         fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""The same request under everything that must not matter, through the real stack: count how often it is bit-identical.
+"""Runs the same requests under every condition that must not matter, on the real stack, and counts bit-identical ones.
 
     python bench/determinism.py [--requests 100] [--populations plain,formed]
 
-Of each population there are N requests, greedy and sampled, some of several choices: `plain` ones are completions, some
-with penalties; `formed` ones are completions and chats whose output has a form: a JSON schema, an expression, one of
-some texts, a grammar, or tool calls that are required or named. Each request runs alone first. Then the same requests
-run in the company of 31 others, of all populations; again after their prefixes are cached; with `kill -9` of the
-busiest of two workers, and of the engine core, in the middle of the streams, until N streams have lived through the
-loss of their own; without the drafts that forms force; and on a block pool so small that rows are preempted. Equal
-means: text, calls, tokens, log-probabilities and endings to the last bit. The exit status is 0 if all are.
+Each population has N requests, greedy and sampled, some with several choices: `plain` ones are completions, some with
+penalties; `formed` ones are completions and chats with structured output: a JSON schema, a regular expression, one of
+several texts, a grammar, or tool calls that are required or named. Each request first runs alone. Then the same
+requests run in a batch with 31 others, from all populations; again after their prefixes are cached; with `kill -9` of
+the busiest of two workers, and of the engine core, during the streams, until N streams have survived the loss of their
+own; without the drafts that grammars force; and on a block pool so small that rows are preempted. Identical means:
+text, calls, tokens, log-probabilities and endings to the last bit. The exit status is 0 if all are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POPULATIONS: dict[str, Callable[[int], Request]] = {"plain": plain, "formed": fo
 NAME = ("--served-model-name", MODEL)
 TINY = ("--num-blocks", "32", "--max-model-len", "800")
 COMPANY = 32
-AGAIN = 4  # at a time: so few that their prefixes stay
+AGAIN = 4  # at a time: few enough that their prefixes stay cached
 STREAMS_PER_KILL = 12
 SHOWN = 200
 
@@ -50,7 +50,7 @@ def in_groups(stack: Stack, keys: list[Key], size: int) -> Results:
 
 
 class Verdicts:
-    """`alone` is the oracle."""
+    """Compares results with `alone`, the oracle."""
 
     def __init__(self, alone: Results) -> None:
         self.alone = alone
@@ -85,12 +85,12 @@ def kill_the_engine_core(stack: Stack) -> None:
 
 
 def replayed(stack: Stack) -> int:
-    """By the engine core, because their worker was lost."""
+    """Requests replayed by the engine core because their worker was lost."""
     return stack.stats().replays
 
 
 def resumed(stack: Stack) -> int:
-    """By the gateway, because their engine core was lost."""
+    """Requests resumed by the gateway because their engine core was lost."""
     lines = httpx.get(f"{stack.url}/metrics", timeout=60).text.splitlines()
     return int(
         sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("pagoda_requests_resumed_total"))
@@ -100,7 +100,7 @@ def resumed(stack: Stack) -> int:
 def under_kills(
     stack: Stack, keys: list[Key], verdicts: Verdicts, fatal: Callable[[Stack], None], count: Callable[[Stack], int]
 ) -> None:
-    """Kill until as many streams as there are requests have lost what computed them."""
+    """Kill until as many streams as there are requests have lost the process that computed them."""
     affected = kills = 0
     equal: list[bool] = []
     while affected < len(keys):

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Ten thousand different schemas, one after the other: what memory each process of the stack ends with.
+"""Sends ten thousand different schemas, and measures the memory of each process of the stack.
 
     python bench/distinct.py [--schemas 10000]
 
-Printed after every tenth. The first one fills caches; what the rest adds is held against the bar, per process. The exit
-status is 0 if no process grew by more.
+Prints the memory after every tenth. The first tenth fills caches; the growth after it must stay below a limit per
+process. The exit status is 0 if it does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def ask(stack: Stack, first: int, last: int) -> None:
 
 
 def memory_mb(stack: Stack) -> dict[str, float]:
-    """By role, with what a process has started itself."""
+    """Memory by role, including child processes."""
     found = {}
     for role in ROLES:
         family = [one for child in stack.children(role) for one in (child, *child.children(recursive=True))]

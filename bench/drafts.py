@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How many tokens a step brings, by prompt lookup and by suffixes, on traces that are said token for token.
+"""Tokens per step with draft tokens from prompt lookup and from suffixes, on recorded traces.
 
     python bench/drafts.py [--max-drafts 8] [--chats 200]
 
-A draft holds if it is what the trace says next, as it would under greedy decoding; so no model is asked, but for the
-last trace, which is what the demo model says to held-out conversations. The others are made of this repository's files:
-each written again with a name changed, three times over without being shown, as a diff; calls of tools; documents.
+A draft is accepted if it is the trace's next token, as under greedy decoding, so no model runs, except for the last
+trace: the demo model's answers to held-out conversations. The others are made from this repository's files: each
+rewritten with a name changed; rewritten three times without being in the prompt; as a diff; tool calls; documents.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pagoda_worker.speculation.suffixes import SuffixLookup
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "services" / "pagoda" / "demo_model"
-CHARACTERS = 4000  # of a file
+CHARACTERS = 4000  # used of a file
 PROMPT_STEP = 2048
 Said = tuple[str, str]
 Trace = Sequence[tuple[Sequence[int], Sequence[int]]]
@@ -42,7 +42,7 @@ Trace = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 @dataclass
 class Count:
-    """Over all steps but those of prompts."""
+    """Counts over all steps except prefill."""
 
     tokens: int = 0
     steps: int = 0
@@ -60,7 +60,7 @@ class Count:
 
 
 def measure(drafter: Drafter, trace: Trace, domain: str | None = "") -> Count:
-    """Every prompt of the trace and what is said to it, one after the other."""
+    """Replay the trace's prompts and outputs, one after the other."""
     count = Count()
     for number, (prompt, output) in enumerate(trace):
         tokens = np.array(prompt, np.int64)
@@ -94,7 +94,7 @@ def _follow(drafter: Drafter, row: Row, output: Sequence[int], count: Count) -> 
 
 
 def _files(rng: random.Random) -> Iterator[tuple[str, str, str]]:
-    """A file's name, its text, and a name in it."""
+    """Yields a file's name, its text, and an identifier in it."""
     for path in sorted((ROOT / "worker" / "pagoda_worker").glob("[rs]*/*.py")):
         text = path.read_text(encoding="utf-8")[:CHARACTERS]
         names = sorted({name for name in re.findall(r"\b[a-z_]{5,}\b", text) if text.count(name) > 2})
@@ -107,7 +107,7 @@ def edits(rng: random.Random) -> list[Said]:
 
 
 def again(rng: random.Random) -> list[Said]:
-    """The same file in three answers, each time with another name changed."""
+    """The same file in three answers, each time with a different name changed."""
     files = [[*_files(rng)][:10] for _ in range(3)]
     return [
         (f"write {file} with {name} renamed\n", text.replace(name, f"{name}_v{i}"))
@@ -148,7 +148,7 @@ def prose(rng: random.Random) -> list[Said]:
 
 
 def chats(count: int) -> Trace:
-    """What the demo model says to conversations that it was not trained on."""
+    """The demo model's answers to conversations that it was not trained on."""
     from demo.evaluate import make_examples
     from demo.tasks import TASKS
 

@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""Vectors of texts, offline: Pagoda beside sentence-transformers on torch and beside ONNX Runtime, and how far Pagoda's
-are from the former's.
+"""Offline embeddings: Pagoda compared with sentence-transformers on torch and with ONNX Runtime, in speed and accuracy.
 
     python bench/embeddings.py                              # texts of 128 tokens, random weights, texts a second
     python bench/embeddings.py --accuracy MODEL             # real weights: least cosine per dtype, over texts of docs/
 
-All sides run in this process with the same threads, one after the other in every round, and the order turns with the
-rounds; what is to be quoted are the ratios of one round, of which the median is printed. Where sentence-transformers is
-not installed, transformers' model with the same pooling stands for it, and the table says so. Texts are equally long,
-so nobody pads; each of the others is given its dtypes and batch sizes, and a dtype is held by its best. ONNX Runtime,
-of which fastembed is made, takes part where `onnx` and `onnxruntime` are installed: the same model as its
-optimiser leaves it, in float32, and with int8 weights by its own dynamic quantisation.
+All sides run in this process with the same number of threads, one after the other in every round, in rotating order;
+the figures to quote are ratios within a round, of which the median is printed. If sentence-transformers is not
+installed, transformers' model with the same pooling replaces it, and the table says so. All texts have the same length,
+so nothing is padded; the others run with several dtypes and batch sizes, and the best batch size counts for each dtype.
+ONNX Runtime, which fastembed uses, takes part if `onnx` and `onnxruntime` are installed: the same model after its
+optimiser, in float32, and with int8 weights from its own dynamic quantisation.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-# A worker holds torch's libraries back to kernels whose sums do not depend on company (`pagoda_worker.library_choice`).
-# Its native kernels need neither, and in this process the others would be held back with it.
+# A worker restricts torch's libraries to batch-invariant kernels (`pagoda_worker.library_choice`). Its native kernels
+# need no such restriction, which in this process would slow down the others, too.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "ALL")
 os.environ.setdefault("MKL_CBWR", "AUTO")
 
@@ -43,13 +42,13 @@ SHAPES = {
 }
 VOCAB = 30_522
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-BATCHES = (16, 64)  # of torch
+BATCHES = (16, 64)  # batch sizes of the other sides
 LEAST_TEXTS = 200
 Vectors = Callable[[list[str]], Any]
 
 
 def make_model(root: Path, shape: str) -> Path:
-    """A BERT of this shape with random weights, and the files of sentence-transformers: a mean, of length 1."""
+    """A BERT of this shape with random weights, and sentence-transformers' files: mean pooling, normalised."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertModel
 
@@ -85,7 +84,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def made_texts(count: int, tokens: int) -> list[str]:
-    """Of exactly so many tokens, with the two around them."""
+    """Texts of exactly `tokens` tokens, including the two special tokens around them."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB - len(SPECIALS), (count, tokens - 2), generator=generator)
     return [" ".join(f"w{i}" for i in row) for row in ids.tolist()]
@@ -108,7 +107,7 @@ def theirs(path: Path, dtype: torch.dtype, batch: int) -> Vectors:
 
 
 def by_transformers(path: Path, dtype: torch.dtype, batch: int) -> Vectors:
-    """The mean of all tokens' states, of length 1."""
+    """The normalised mean of all tokens' states."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -127,7 +126,7 @@ def by_transformers(path: Path, dtype: torch.dtype, batch: int) -> Vectors:
 
 
 class States(torch.nn.Module):
-    """A model whose exporter sees nothing but tensors."""
+    """A wrapper through which the exporter sees only tensors."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -140,7 +139,7 @@ class States(torch.nn.Module):
 def export(path: Path) -> dict[str, Path]:
     """The model as ONNX files with the optimiser's fused operations: in float32, and with int8 weights.
 
-    The exporter and the way of attention are those whose graph the optimiser knows: a graph that it leaves as it was
+    Exporter and attention implementation are chosen so that the optimiser recognises the graph: an unoptimised graph
     would be slower than what people run.
     """
     from onnx import TensorProto
@@ -161,13 +160,13 @@ def export(path: Path) -> dict[str, Path]:
     if fused.get_fused_operator_statistics()["Attention"] != config.num_hidden_layers:
         raise RuntimeError("the optimiser did not know this model's attention, so there is nothing to compare with")
     fused.save_model_to_file(str(files["float32"]))
-    known = {"DefaultTensorType": TensorProto.FLOAT}  # it cannot tell what fused operations give
+    known = {"DefaultTensorType": TensorProto.FLOAT}  # it cannot infer the output types of fused operations
     quantize_dynamic(files["float32"], files["int8"], weight_type=QuantType.QInt8, extra_options=known)
     return {name: files[name] for name in ("float32", "int8")}
 
 
 def by_onnx_runtime(path: Path, file: Path, threads: int, batch: int) -> Vectors:
-    """As `by_transformers`."""
+    """Like `by_transformers`, with ONNX Runtime."""
     import onnxruntime
     from transformers import AutoTokenizer
 
@@ -211,7 +210,7 @@ def sides(path: Path, threads: int) -> dict[str, Vectors]:
 
 
 def measured(found: dict[str, Vectors], texts: list[str], rounds: int) -> dict[str, list[float]]:
-    """Texts a second of each side in each round, after one that is not counted."""
+    """Texts per second of each side in each round, after one round that is not counted."""
     names = list(found)
     rates: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 1):
@@ -224,7 +223,7 @@ def measured(found: dict[str, Vectors], texts: list[str], rounds: int) -> dict[s
 
 
 def show(shape: str, tokens: int, rates: dict[str, list[float]]) -> dict[str, Any]:
-    """A line per side; what is Pagoda's with its ratios, round by round, to each other side at its best batch size."""
+    """Print a line per side; Pagoda's also show their ratios per round to each other side at its best batch size."""
     others: dict[str, list[list[float]]] = {}
     for name, values in rates.items():
         if not name.startswith("pagoda"):
@@ -243,7 +242,7 @@ def show(shape: str, tokens: int, rates: dict[str, list[float]]) -> dict[str, An
 
 
 def own_texts(least: int) -> list[str]:
-    """Lines of this repository's documents, from a few words to a row of a table."""
+    """Lines of this repository's documents, from a few words to a table row."""
     parts = [part.strip() for file in sorted((ROOT / "docs").rglob("*.md")) for part in file.read_text().split("\n")]
     found = [part for part in parts if len(part) > 40]
     if len(found) < least:
