@@ -1,4 +1,4 @@
-"""What the engine core's pass and the way of a token to the gateway's text cost, in processor time.
+"""Processor time of a scheduler pass, and of a token's way from the scheduler to the gateway.
 
     python bench/engine_core.py [--repeat 5] [--json FILE]
 
@@ -7,9 +7,9 @@
     groups    32 workers of 256 rows on one engine core: how long a worker that has answered waits for its next plan
     tokens    one token of 256 streams from the scheduler to the gateway's detokenizer, per token and process
 
-Everything is the processor time of one thread, so other work on the machine matters little; smallest and median of all
-repetitions are printed. `groups` runs in time of its own: a worker's step takes `--step-ms`, and the engine core's
-thread costs what it costs, as if it had a core to itself.
+All times are processor time of one thread, so other work on the machine matters little; for each figure, the smallest
+of all repetitions is printed. `groups` runs in simulated time: a worker's step takes `--step-ms`, and the engine core's
+thread takes its actual processor time, as if it had a core to itself.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Figures = dict[str, float]
 
 
 def make_record(index: int) -> RequestRecord:
-    """Prompts of different lengths, so that blocks fill up in different steps."""
+    """Prompts differ in length, so that blocks fill up in different steps."""
     prompt = [index % 251, *range(1, 2 + index % BLOCK_SIZE)]
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.0)
     return RequestRecord(request_id=f"{index:032x}", prompt_token_ids=prompt, task=Generate(params=params, seed=index))
@@ -81,7 +81,7 @@ def config() -> EngineConfig:
 
 
 class Worker:
-    """Answers plans as a worker does, without computing anything."""
+    """Answers plans as a worker would, without computing anything."""
 
     def __init__(self) -> None:
         self._decodes = DecodeList()
@@ -170,7 +170,7 @@ def measure_wire() -> dict[str, Figures]:
 
 
 class NoSink:
-    """Takes what it is given."""
+    """Discards what it is given."""
 
     def accepted(self, request_id: str, attempt: int, stream: int) -> None: ...
 
@@ -186,12 +186,12 @@ class NoSink:
 
 
 class Groups:
-    """An Executor in time of its own: workers whose steps take `step_s`, and between their answers nothing waits.
+    """An Executor in simulated time: workers' steps take `step_s`, and time without events is skipped.
 
-    `waits` is how long after each answer the worker's next plan came; `idle` how long it had nothing to compute.
+    `waits` is the time from each answer to the worker's next plan; `idle` the time it had nothing to compute.
     """
 
-    concurrent = False  # how soon a plan comes is measured, so none is to come late
+    concurrent = False  # the delay of plans is measured, so none may be delayed on purpose
 
     def __init__(self, step_s: float, seed: int) -> None:
         self._random = random.Random(seed)
@@ -202,7 +202,7 @@ class Groups:
         self._workers = {epoch: Worker() for epoch in range(1, WORKERS + 1)}
         self._free_at = {epoch: step_s * self._random.random() for epoch in self._workers}
         self._answered_at: dict[int, deque[float]] = {epoch: deque() for epoch in self._workers}
-        self.own_s = 0.0  # what our own part of the simulation has cost
+        self.own_s = 0.0  # processor time of the simulation itself
         self.waits: list[float] = []
         self.idle: list[float] = []
         self._events += [WorkerJoined(epoch, make_hello(f"w{epoch}")) for epoch in self._workers]
@@ -286,7 +286,7 @@ def measure_groups(step_s: float, seed: int) -> dict[str, Figures]:
 
 
 class Session:
-    """Both ends of a session: an engine core's answers become frames, bytes, and a gateway's deltas."""
+    """Both ends of a session: turns an engine core's answers into frames, bytes, and a gateway's deltas."""
 
     def __init__(self) -> None:
         self.outbox = Outbox()
@@ -311,7 +311,7 @@ class Session:
 
 
 class Instant(Groups):
-    """One worker whose steps are over at once."""
+    """One worker whose steps take no time."""
 
     def __init__(self) -> None:
         super().__init__(0.0, 0)

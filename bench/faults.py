@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Faults of a running stack, counted: what became of every stream when processes died, stood still or lost their links.
+"""Injects faults into a running stack, and counts the outcomes of streams when processes die, freeze or lose links.
 
     python bench/faults.py [--only kills,pauses] [--seed 0] [--list]
     python bench/faults.py --soak [--minutes 120] [--seed 0]
 
-Every stream is compared with the same request on the same stack undisturbed: text, token ids, log-probabilities, ending
-and usage. A line per scenario; the exit status is 1 when a stream was different, broken or ended twice, or when the
-stack did not come back to ready with no block in use and no process left over. All of it takes about an hour. With
---soak (`make soak`), faults of all kinds follow each other at random for two hours; three minutes are its short form.
+Every stream is compared with the same request on the same stack without faults: text, token ids, log-probabilities,
+ending and usage. Prints a line per scenario; the exit status is 1 if a stream differed, broke or ended twice, or if the
+stack did not become ready again with no block in use and no process left over. All scenarios take about an hour. With
+--soak (`make soak`), random faults of all kinds follow each other for two hours; its short form takes three minutes.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def gateways(directory: Path, seed: int) -> Iterator[Report]:
 
 
 def soaked(directory: Path, seed: int, minutes: float = SOAK_MINUTES) -> Iterator[Report]:
-    """Not among those that are run when none is named."""
+    """Only run with --soak, not by default."""
     with doubled(directory) as place:
         oracle = asyncio.run(undisturbed_variants(place.urls))
         yield soak(place, oracle, 60.0 * minutes, seed=seed, tell=partial(print, flush=True))
@@ -156,7 +156,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def run(name: str, scenario: Scenario, seed: int) -> bool:
-    """One on a stack of its own; False when a line of it told of a violation."""
+    """Run one scenario on a stack of its own; False if it reported a violation."""
     sound = True
     with tempfile.TemporaryDirectory() as directory:
         try:

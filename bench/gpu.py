@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Everything that is said about the GPU worker, measured on the GPU at hand in under ten minutes.
+"""Measures, on the GPU at hand and in under ten minutes, everything that is claimed about the GPU worker.
 
     python bench/gpu.py --json gpu.json
     python bench/gpu.py --sections decode,steps --minutes 4
     python bench/gpu.py --device cpu --smoke          # every path of it, on a machine without a GPU
 
-Needs torch, triton, transformers, msgspec and this repository as it is checked out; nothing is built or downloaded, and
-weights are random numbers made on the device. Each section is a process of its own: one that fails, hangs or breaks the
-device's context costs the others nothing, and what it said before is kept. What a section leaves of its time goes to
-those after it. The table at the end holds each figure against a ceiling measured in the same run, or against its bar.
+Needs torch, triton, transformers, msgspec and a checkout of this repository; nothing is built or downloaded, and
+weights are random numbers made on the device. Each section is a separate process: one that fails, hangs or corrupts the
+device's context does not affect the others, and its earlier output is kept. A section's unused time goes to those after
+it. The table at the end compares each figure with a ceiling measured in the same run, or with its bar.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ sys.path[:0] = [
 
 from bench.device.report import MISSED, Line, heard, table, talk  # noqa: E402 - found by what stands above, before what is installed
 
-# In order of worth; the numbers are the shares of the time that sections get.
+# In order of importance; the numbers are the sections' shares of the time.
 SECTIONS = {
     "ceilings": 20, "tokens": 45, "suite": 90, "decode": 45, "prefill": 20, "steps": 130, "busy": 35, "served": 105,
     "start": 80, "peer": 50,
 }  # fmt: skip
-SMOKE_MINUTES = 40.0  # a busy machine is no failure
-INTERPRETED = ("tokens", "decode", "steps")  # of a smoke test on a CPU; the other sections take torch's kernels there
+SMOKE_MINUTES = 40.0  # long, because a busy machine is not a failure
+INTERPRETED = ("tokens", "decode", "steps")  # in a smoke test on a CPU; the other sections use torch's kernels there
 KILL_AFTER_S = 5.0
 
 
 def section(name: str) -> Callable[[Any], None]:
-    """What a section runs; imported by its own process alone."""
+    """The function that a section runs; only the section's own process imports it."""
     from bench.device import attention, ceilings, correctness, peer, serving, steps
 
     return {
@@ -63,7 +63,7 @@ def section(name: str) -> Callable[[Any], None]:
 
 
 def run_here(arguments: argparse.Namespace) -> int:
-    """One section, in the process that was started for it."""
+    """Run one section, in the process started for it."""
     if arguments.device == "cpu":
         _interpret()
     from bench.device.hardware import hardware_of
@@ -76,7 +76,7 @@ def run_here(arguments: argparse.Namespace) -> int:
 
 
 def _interpret() -> None:
-    """Have Triton interpret its kernels, as in the tests."""
+    """Run Triton's kernels in its interpreter, as the tests do."""
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
     import numpy as np
     from tests.worker.kernels.triton.interpreter import mend
@@ -86,7 +86,7 @@ def _interpret() -> None:
 
 
 class Section:
-    """A section's process, and what it has said."""
+    """A section's process and its output."""
 
     def __init__(self, name: str, words: Sequence[str]) -> None:
         self.name = name
@@ -112,7 +112,7 @@ class Section:
         return {"state": state, "reason": reason, "seconds": seconds, "lines": [line.as_data() for line in lines]}
 
     def finish(self, within_s: float) -> dict[str, Any]:
-        """Its lines, and how it ended; it is ended when its time is over."""
+        """Its lines, and how it ended; stops it when its time is over."""
         try:
             code = self._process.wait(within_s)
             state, reason = ("finished", "") if code == 0 else ("failed", f"its process ended with {code}")
@@ -126,7 +126,7 @@ class Section:
         return self._data(state, reason, self.lines)
 
     def _end(self) -> None:
-        """The process and whatever it started."""
+        """Stop the process and everything it started."""
         for how in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self._process.pid, how)
@@ -135,7 +135,7 @@ class Section:
 
 
 def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Sections one after another, each with its share of the time that is left."""
+    """Run sections one after another, each with its share of the remaining time."""
     deadline = time.monotonic() + 60 * arguments.minutes
     ceilings = {"copy": 0.0, "flops": 0.0}
     for index, name in enumerate(names):
@@ -195,7 +195,7 @@ def main(words: Sequence[str] | None = None) -> int:
     known = facts(arguments)
     for name, found in run_all(arguments, names):
         sections[name] = found
-        if arguments.json:  # as far as it is known, should this process be ended, too
+        if arguments.json:  # after every section, in case this process is killed, too
             arguments.json.write_text(json.dumps(known | {"sections": sections}, indent=1), encoding="utf-8")
     print("\n" + table(sections))
     lines = [line for found in sections.values() for line in found["lines"]]
@@ -204,7 +204,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a figure has to be read with."""
+    """The conditions under which figures were measured."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {}

@@ -1,12 +1,11 @@
-"""One hostile client beside eight chats: how long a token, a probe and the gateway's memory suffer from it.
+"""One hostile client beside eight chats: measures its effect on token gaps, health probes and the gateway's memory.
 
     pagoda serve &
     python bench/hostile.py http://127.0.0.1:8000
 
-The bar: no chat token later than 250 ms, /health/live within 100 ms at the 99th percentile, at most 300 MB in the
-gateway. Attack and
-measurement are processes of their own, so neither holds up the other; addresses are told apart by X-Forwarded-For,
-which a gateway believes from its own host. The exit status is 0 if every bar was met.
+The bar: no gap between chat tokens above 250 ms, /health/live within 100 ms at the 99th percentile, at most 300 MB in
+the gateway. Attack and measurement are separate processes, so neither delays the other; clients are distinguished by
+X-Forwarded-For, which a gateway trusts from its own host. The exit status is 0 if every bar was met.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def head(path: str, client: str, size: int) -> bytes:
 
 
 async def ask(place: tuple[str, int], path: str, body: bytes, patience_s: float = 60.0) -> None:
-    """Send a request and read its answer, for at most so long."""
+    """Send a request and read its answer, for at most `patience_s`."""
     try:
         reader, writer = await asyncio.open_connection(*place)
         try:
@@ -46,7 +45,7 @@ async def ask(place: tuple[str, int], path: str, body: bytes, patience_s: float 
                 while await reader.read(1 << 16):
                     pass
         finally:
-            writer.transport.abort()  # closing would go on sending
+            writer.transport.abort()  # close() would still send the rest
     except (OSError, TimeoutError):
         await asyncio.sleep(0.01)
 
@@ -90,7 +89,7 @@ def logprobs(num_prompts: int) -> dict[str, Any]:
     return {"prompt": [[i % 400 for i in range(2000)]] * num_prompts, "prompt_logprobs": 20, "max_tokens": 1}
 
 
-ATTACKS: dict[str, tuple[int, Callable[[], Attack]]] = {  # at once, what each does
+ATTACKS: dict[str, tuple[int, Callable[[], Attack]]] = {  # concurrency, and what each does
     "nothing": (0, lambda: attack("/tokenize", {})),
     "4 MB tool description": (8, lambda: attack("/v1/chat/completions", chat(tools=[tool(description=TEXT)]))),
     "4 MB tool arguments": (
@@ -151,7 +150,7 @@ async def lines_of(place: tuple[str, int], body: dict[str, Any], client: str) ->
 
 
 async def chats(place: tuple[str, int], number: int, seen: Seen) -> None:
-    """One chat after the other; gaps are those between a stream's events."""
+    """Run one chat after the other; gaps are those between a stream's events."""
     body = chat(max_tokens=400, stream=True, ignore_eos=True, seed=number)
     while True:
         last = None
@@ -211,7 +210,7 @@ def run(url: str, names: list[str], seconds: float) -> bool:
     met = True
     for name in names:
         command = [sys.executable, __file__, url, "--attack", name]
-        attacker = subprocess.Popen(command, start_new_session=True)  # to Linux, somebody else than who measures
+        attacker = subprocess.Popen(command, start_new_session=True)  # Linux divides processors between sessions
         try:
             seen = asyncio.run(measure(place, process, seconds))
         finally:

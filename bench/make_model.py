@@ -1,11 +1,11 @@
-"""Checkpoints of random weights in the shapes of docs/numbers.md, for a server and its peers to read.
+"""Makes checkpoints with random weights in the shapes of docs/numbers.md, for Pagoda and other servers.
 
     python bench/make_model.py b600m OUT
     python bench/make_model.py b600m OUT --w8a8      # its linear layers in int8, as compressed-tensors stores them
 
-Shapes are those of `pagoda bench kernels`; g7, which is Qwen2-0.5B's, with 7 query heads to each KV head; and two
-mixtures of experts, granite-moe (Granite 3.1 1B-A400M) and olmoe (OLMoE 1B-7B). How fast a model is depends on its
-shape; what it says is noise. The tokenizer knows bytes and made-up words, as many as the output matrix has room for.
+Shapes are those of `pagoda bench kernels`; g7, which is Qwen2-0.5B's, with 7 query heads per KV head; and two mixtures
+of experts, granite-moe (Granite 3.1 1B-A400M) and olmoe (OLMoE 1B-7B). A model's speed depends on its shape; its output
+is noise. The tokenizer knows bytes and made-up words, as many as the output matrix has room for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ END = "<|end|>"
 
 
 class Model(NamedTuple):
-    """`more` is what config.json says beside its sizes."""
+    """`more` holds the fields of config.json besides sizes."""
 
     shape: ModelShape
     family: str
@@ -64,7 +64,7 @@ W8A8 = {
 
 
 def tokenizer_of(size: int) -> Any:
-    """Bytes, and as many words of two to four letters as there is room for."""
+    """A tokenizer of bytes, and of as many words of two to four letters as there is room for."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -84,7 +84,7 @@ def tokenizer_of(size: int) -> Any:
 
 
 def write_model(path: Path, name: str, vocab: int = 0) -> None:
-    """A model in Hugging Face format in bf16, its weights the same every time; of so many tokens, if that is said."""
+    """Write a model in Hugging Face format in bf16, with the same weights every time; `vocab` overrides the shape's."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -105,7 +105,7 @@ def write_model(path: Path, name: str, vocab: int = 0) -> None:
 
 
 def round_weights(path: Path) -> None:
-    """The linear layers of the model at `path` to int8, a scale per output; the embedding stays as it is."""
+    """Round the linear layers of the model at `path` to int8, with a scale per output; the embedding is unchanged."""
     import torch
     from safetensors.torch import load_file, save_file
 

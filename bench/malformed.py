@@ -1,10 +1,11 @@
-"""What is malformed, odd or hostile, at every endpoint that takes a body, beside one chat that streams.
+"""Sends malformed, odd and hostile bodies to every endpoint that takes one, beside a streaming chat.
 
     pagoda serve --admin-api-key sk-only-for-this-run > log 2>&1 &
     python bench/malformed.py http://127.0.0.1:8000 --key sk-only-for-this-run --log log
 
-No answer may be a 5xx, every error must be one of its API, and no trace be in the log. Prints the chat's gaps between
-tokens without and beside it: at the 99th percentile they may be 50 ms longer. The exit status is 0 if all of it holds.
+No answer may be a 5xx, every error must have its API's shape, and the log must contain no traceback. Prints the chat's
+gaps between tokens without and with this load: at the 99th percentile they may be 50 ms longer. The exit status is 0 if
+all of this holds.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/admin/keys": {"name": "n"},
 }
 
-# Texts that are no strict JSON, or only just.
+# Texts that are not strict JSON, or barely.
 TEXTS: dict[str, bytes] = {
     "nothing": b"",
     "half": b'{"prompt": ',
@@ -97,7 +98,7 @@ ODD: dict[str, Any] = {
 
 
 def doubling(levels: int, keyword: str = "anyOf") -> dict[str, Any]:
-    """Each level refers twice to the next: 2**levels, written out."""
+    """Each level refers twice to the next, which makes 2**levels when expanded."""
     defs = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
     return {
         "type": "object",
@@ -281,7 +282,7 @@ KINDS = {"texts": texts, "fields": odd_fields, "schemas": schemas, "grammars": g
 
 
 def fault_of(case: Case, status: int, content: bytes) -> str | None:
-    """What is wrong with an answer, whatever was asked."""
+    """What is wrong with an answer, whatever the request."""
     if status < 400:
         return None
     if status >= 500:
@@ -298,7 +299,7 @@ def fault_of(case: Case, status: int, content: bytes) -> str | None:
 
 
 class Bystander:
-    """One chat after the other; the gaps between its tokens."""
+    """Runs one chat after the other, and measures the gaps between tokens."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -322,7 +323,7 @@ class Bystander:
 
 
 async def ask(client: httpx.AsyncClient, case: Case, headers: dict[str, str]) -> tuple[int, str | None]:
-    """The status, and what is wrong with it. Asked again while the server says that it has no room."""
+    """The status, and what is wrong with the answer. Retries while the server says that it has no room."""
     while True:
         head = headers | {"content-type": case.content_type, "x-forwarded-for": "10.66.66.66"}
         answer = await client.post(case.path, content=case.data, headers=head)
@@ -334,7 +335,7 @@ async def ask(client: httpx.AsyncClient, case: Case, headers: dict[str, str]) ->
 async def measure(
     url: str, key: str, seconds: float, cases: list[Case], at_once: int
 ) -> tuple[list[float], list[float], Counter[int], list[str]]:
-    """Gaps without and beside, statuses, faults."""
+    """Gaps without and with the load, statuses, faults."""
     seen: Counter[int] = Counter()
     faults: list[str] = []
     headers = {"authorization": f"Bearer {key}"} if key else {}

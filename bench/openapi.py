@@ -1,11 +1,11 @@
-"""Cases that our own OpenAPI document allows, and cases that it does not, at every operation: none may end in a 5xx.
+"""Sends cases that our OpenAPI document allows, and cases that it does not, to every operation: none may end in a 5xx.
 
     pip install schemathesis
     pagoda serve --admin-api-key sk-only-for-this-run &
     python bench/openapi.py http://127.0.0.1:8000 --key sk-only-for-this-run --cases 600
 
-Cases are made by schemathesis, about half of them valid; what a request would generate is cut to a few tokens. Prints
-how many cases had which answer; the exit status is 0 if none was a server error, nor an error in no API's shape.
+schemathesis makes the cases, about half of them valid; outputs are limited to a few tokens. Prints how many cases had
+which status; the exit status is 0 if none was a server error, and every error had its API's shape.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAY_BE_UNREADY = {"/health/ready", "/health/startup", "/health"}
 
 
 def shortened(path: str, body: Any, model: str) -> Any:
-    """The body, asking for few tokens, and mostly of the model that there is."""
+    """The body, asking for few tokens, and mostly for the model that is served."""
     field = LENGTHS.get(path)
     if field is None or not isinstance(body, dict):
         return body
@@ -49,7 +49,7 @@ def shortened(path: str, body: Any, model: str) -> Any:
 
 
 def fault_of(path: str, answer: requests.Response) -> str | None:
-    """What is wrong with an answer, whatever was asked."""
+    """What is wrong with an answer, whatever the request."""
     if answer.status_code >= 500 and path not in MAY_BE_UNREADY:
         return f"{answer.status_code}: {answer.text[:200]}"
     if answer.status_code >= 400:
@@ -72,7 +72,7 @@ class Fuzz:
         self.faults: list[str] = []
 
     def ask(self, operation: Any, mode: GenerationMode, cases: int, seed: int) -> Counter[int]:
-        """So many cases of one kind at one operation; how many answers had which status."""
+        """Send `cases` cases of one kind to one operation; returns how many answers had which status."""
         seen: Counter[int] = Counter()
 
         @seeded(seed)

@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""Ten times the load that a stack can bear, and one tenant's flood beside another's few requests; each against the same
-stack in the same run.
+"""Ten times a stack's capacity, and one tenant's flood beside another's few requests; each compared with the same stack
+in the same run.
 
     python bench/overload.py [MODEL] [--seconds 60] [--times 10] [--only overload,tenants] [--seed 0]
 
-overload: a closed loop finds what the stack gets done at most (its peak), for as long as the overload is to last, then
-requests come at so many times that rate. Of what is answered whole, tokens a second are the goodput; memory is that of
-all processes, in the middle of the overload and at its end; recovered is when the first request after it has its first
-token in twice the time that takes on an idle stack. tenants: under the policy `fair`, the times to first token of a key
-that asks now and then, alone and while another key's requests fill all rows and the queue. The exit status is 1 where
-goodput is below 0.9 of the peak, memory grows by more than a tenth, recovery takes more than 2 s, or the small key
-waits more than twice as long (p95).
+overload: a closed loop measures the stack's peak throughput, for as long as the overload will last, then requests
+arrive at `--times` times that rate. Goodput is the tokens per second of complete answers; memory is that of all
+processes, in the middle of the overload and at its end; the stack has recovered when a request after the overload gets
+its first token within twice the time that takes on an idle stack. tenants: under the policy `fair`, the times to first
+token of a key with occasional requests, alone and while another key's requests fill all rows and the queue. The exit
+status is 1 if goodput is below 0.9 of the peak, memory grows by more than a tenth, recovery takes more than 2 s, or the
+small key waits more than twice as long (p95).
 
-The gateway takes few connections (--connections), as one that serves a small stack should: who is refused at the door
-costs least, and what it takes in beyond what the engine core may queue only waits on its way there. The KV cache is
-small enough for the peak to touch all of it, as it is taken from the machine page by page when first written to: what
-memory grows by after that is nobody's plan. Recovery is looked for by a process of its own, which is not busy with what
-became of the load. The demo model is so small that serving its tokens, refusing ten times as many requests and sending
-them are one machine's work; a larger MODEL shows what the stack does.
+The gateway accepts few connections (--connections), as one for a small stack should: a connection refused costs least,
+and requests beyond what the engine core may queue would only wait on their way there. The KV cache is small enough for
+the peak to touch all of it, because its pages are allocated when first written; memory growth after that is unintended.
+A separate process measures recovery, so that it is not busy with the load's answers. The demo model is so small that
+serving its tokens, refusing ten times as many requests and sending them compete for one machine; a larger MODEL shows
+what the stack does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pagoda.tools.http_stream import Target
 
 MIB = 1024**2
 ROWS = 32
-QUEUE_S = 1.0  # a request may wait for so long; who would wait for longer is refused at once
+QUEUE_S = 1.0  # how long a request may wait; one that would wait longer is refused at once
 SHAPE = {"input_len": 64, "output_len": 64, "output_spread": 16.0}
 IDLE_PROBES, PROBE_GAP_S = 20, 0.2
 SMALL_KEY, LARGE_KEY = "small-key-of-a-tenant", "large-key-of-a-tenant"
@@ -72,13 +72,13 @@ def p95(values: list[float]) -> float:
 
 
 def tokens_per_s(sent: list[Sent], began: float, seconds: float) -> float:
-    """Of answers that were whole by the end of that time."""
+    """Counts answers that were complete by the end of that time."""
     done = [one for one in sent if whole(one) and one.timing.ended <= began + seconds]
     return sum(one.timing.output_tokens or 0 for one in done) / seconds
 
 
 async def first_tokens(client: LoadClient, count: int, seed: int) -> list[float]:
-    """Seconds, of requests one after the other."""
+    """Seconds to first token of sequential requests."""
     found = []
     for index, row in enumerate(rows(count, seed)):
         sent = await client.send(1_000_000 + index, row)
@@ -90,7 +90,7 @@ async def first_tokens(client: LoadClient, count: int, seed: int) -> list[float]
 
 
 class Memory:
-    """Of all processes of a stack, looked at twice a second until it is cancelled: (seconds since the start, bytes)."""
+    """Samples the memory of all processes of a stack twice a second: (seconds since the start, bytes)."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -114,8 +114,8 @@ class Memory:
 
 
 async def recovery_s(url: str, limit_s: float, began: float, seed: int) -> float:
-    """From `began` (`time.monotonic`) until the first request, of some that are sent one after the other from then on,
-    has its first token within the limit. They ask for no more than that one."""
+    """Seconds from `began` (`time.monotonic`) until the first of sequential requests, of one token each, gets its token
+    within the limit."""
     client = client_at(url, seed)
     await asyncio.sleep(began - time.monotonic())
     for index, row in enumerate(itertools.cycle(rows(20, seed, output_len=1, output_spread=0.0))):
@@ -129,7 +129,7 @@ async def recovery_s(url: str, limit_s: float, began: float, seed: int) -> float
 
 
 async def recovery_apart(url: str, limit_s: float, began: float, seed: int) -> float:
-    """`recovery_s`, by another process."""
+    """Run `recovery_s` in another process."""
     words = ["--recovery", url, str(limit_s), str(began), str(seed)]
     process = await asyncio.create_subprocess_exec(sys.executable, __file__, *words, stdout=asyncio.subprocess.PIPE)
     told, _ = await process.communicate()
@@ -138,7 +138,7 @@ async def recovery_apart(url: str, limit_s: float, began: float, seed: int) -> f
 
 async def overloaded(place: Place, seconds: float, times: float, seed: int) -> bool:
     client = client_at(place.url, seed)
-    await first_tokens(client, 5, seed)  # the first ones prepare
+    await first_tokens(client, 5, seed)  # warm-up
     idle = p95(await first_tokens(client, IDLE_PROBES, seed + 1))
     began = time.perf_counter()
     peak = await run_load(client, Plan(rows(100_000, seed + 2), 2 * ROWS, None, seconds))
@@ -204,7 +204,7 @@ def main() -> int:
         return 0
     load = psutil.getloadavg()[0]
     print(f"load of the machine at the start: {load:.1f}", flush=True)
-    threads = max(1, len(os.sched_getaffinity(0)) - 1)  # a core is left to those who refuse, and to the clients
+    threads = max(1, len(os.sched_getaffinity(0)) - 1)  # leaves a core to gateway, engine core and clients
     options = [*filter(None, [given.model]), f"--max-rows={ROWS}", "--no-log-requests", f"--threads={threads}"]
     sound = True
     if "overload" in given.only.split(","):

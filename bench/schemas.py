@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Every schema of a directory is refused in words, or every output made under it is valid.
+"""Checks that every schema of a directory is refused with a reason, or every output generated under it is valid.
 
     git clone https://github.com/guidance-ai/jsonschemabench /tmp/jsb
     python bench/schemas.py /tmp/jsb/data --limit 1000
     python bench/schemas.py /tmp/jsb/data/Glaiveai2K --calls [--random-weights]
 
-Of each schema, n outputs are sampled at a high temperature, so that whatever the grammar leaves open is tried, and
-judged by the `jsonschema` package under the draft that the schema names. Outputs that `--tokens` cut short cannot be
-judged and are counted apart, as are schemas that are none, or that the judge itself cannot read. The exit status is 0
-if no output was invalid and every refusal says what it is about.
+For each schema, n outputs are sampled at a high temperature, to exercise everything that the grammar leaves open, and
+the `jsonschema` package validates them under the draft that the schema names. Outputs cut short by `--tokens` cannot be
+validated and are counted separately, as are invalid schemas, and those that the package cannot read. The exit status is
+0 if no output was invalid and every refusal says what it is about.
 
-With `--calls` a schema is what a function takes, and `pagoda serve` is asked to call: one of two functions, or a named
-one, by turns; one call or several. Outputs are arguments then. Their schemas are bounded first, because a model that
-draws wildly ends no string by itself.
+With `--calls` a schema is that of a function's parameters, and `pagoda serve` must call: one of two functions, or a
+named one, in turn; one call or several. Then the outputs are arguments. Their schemas are bounded first, because a
+model that samples wildly never ends a string by itself.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def chosen(directory: Path, limit: int, seed: int) -> Iterator[tuple[str, Schema
 
 
 def judge(schema: Schema) -> Any:
-    """None for what is no schema."""
+    """None if it is not a valid schema."""
     kind = validator_for(schema, jsonschema.Draft202012Validator)
     try:
         kind.check_schema(schema)
@@ -88,7 +88,7 @@ def judge(schema: Schema) -> Any:
 
 
 class Output(NamedTuple):
-    """`text` should be what `schema` admits, if it is `whole`."""
+    """`text` should be valid under `schema`, if it is `whole`."""
 
     text: str
     schema: Schema
@@ -96,14 +96,14 @@ class Output(NamedTuple):
 
 
 class Asked(Protocol):
-    """Whoever can be asked for output; each request has its number, which is also its seed."""
+    """Generates outputs; each request has a number, which is also its seed."""
 
     async def outputs(self, schema: Schema, number: int) -> list[Output]:
-        """Raises PagodaError when the schema is refused."""
+        """Raises PagodaError if the schema is refused."""
 
 
 class Forms:
-    """The schema is that of the answer."""
+    """The schema describes the answer."""
 
     def __init__(self, llm: AsyncLLM, params: dict[str, Any]) -> None:
         self._llm = llm
@@ -117,7 +117,7 @@ class Forms:
 
 
 class Calls:
-    """The schema is that of a function's arguments. Strict, so that what cannot be kept is refused."""
+    """The schema describes a function's arguments. Strict, so that a schema that cannot be enforced is refused."""
 
     def __init__(self, client: httpx.AsyncClient, params: dict[str, Any]) -> None:
         self._client = client
@@ -143,8 +143,8 @@ class Calls:
 
 
 def _calls(choice: dict[str, Any], takes: dict[str, Schema]) -> Iterator[Output]:
-    """Calls and nothing else; what is none of those asked for, nothing admits. Of an answer cut within the name of a
-    call, the beginning is told as text."""
+    """The answer must consist of calls only; anything else is judged by a schema that admits nothing. If an answer is
+    cut within a call's name, its beginning appears as text."""
     message, is_cut = choice["message"], choice["finish_reason"] == "length"
     calls = message.get("tool_calls") or []
     if is_cut and (message["content"] or not calls):
@@ -157,7 +157,7 @@ def _calls(choice: dict[str, Any], takes: dict[str, Schema]) -> Iterator[Output]
 
 
 def bounded(schema: Any) -> Any:
-    """The same, with an end to strings, lists and objects that have none."""
+    """A copy with bounds on strings, lists and objects that have none."""
     if not isinstance(schema, dict):
         return schema
     told = {
@@ -231,7 +231,7 @@ async def check_calls(stack: Stack, found: list[tuple[str, Schema]], params: dic
 
 
 def with_random_weights(model: str, path: Path) -> str:
-    """The same shape and tokenizer; matrices are drawn anew."""
+    """A copy with the same shape and tokenizer, but random matrices."""
     shutil.copytree(checkpoints.locate(model, ""), path)
     torch.manual_seed(0)
     for file in path.glob("*.safetensors"):

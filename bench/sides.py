@@ -1,4 +1,4 @@
-"""The servers that `compare.py` sets against each other: how each is started, kept quiet, and stopped."""
+"""The servers that `compare.py` compares: how each is started, paused and stopped."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from bench.workloads import Workload
 
 from pagoda.bench.processes import family, usage
 
-NAME = "m"  # what every server calls the model
-LLAMA_SLOT_TOKENS = 256  # a slot has a multiple of so many tokens
+NAME = "m"  # every server's name for the model
+LLAMA_SLOT_TOKENS = 256  # a slot's size is a multiple of this many tokens
 PAGODA_ENVIRONMENT = "PAGODA_"
 
 
 @dataclass(frozen=True)
 class Side:
-    """One server. `command` gives its command line for a port and the workload to come.
+    """One server. `command` returns its command line for a port and the next workload.
 
-    `each_time`: it is started for every load and stopped after it, as it is sized for one. `pausable`: it is stopped by
-    signal while another side is measured; a server that watches itself would take that for a failure.
+    `each_time`: it is started for every load and stopped after it, because it is sized for one. `pausable`: it is
+    paused by SIGSTOP while another side is measured; a server that watches itself would take that for a failure.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Model:
-    """What Pagoda and vLLM serve, and with how much memory for keys and values."""
+    """The model that Pagoda and vLLM serve, and the size of the KV cache."""
 
     path: str
     max_len: int
@@ -60,7 +60,7 @@ def pagoda(name: str, model: Model, flags: str) -> Side:
 
 
 def vllm(name: str, python: str, model: Model, cpus: list[int] | None) -> Side:
-    """vLLM's CPU build; as installed, or with its threads bound to these cores."""
+    """vLLM's CPU build, as installed, or with its threads bound to these cores."""
 
     def command(port: int, workload: Workload) -> list[str]:
         return [
@@ -101,12 +101,12 @@ def cpu_list(cpus: list[int]) -> str:
 
 
 class NotReady(SystemExit):
-    """A server ended or took too long; the end of its log is the message."""
+    """A server ended or took too long to start; the message is the end of its log."""
 
 
 @dataclass
 class Running:
-    """A started server; `startup_s` from its command to the first good answer about its health."""
+    """A started server; `startup_s` is the time from its command to the first successful health check."""
 
     side: Side
     url: str
@@ -117,7 +117,7 @@ class Running:
         return family([self.process.pid])
 
     def cpu_s(self) -> float:
-        """Processor seconds that it and everything it started have used."""
+        """Processor seconds used by it and everything it started."""
         total = 0.0
         for pid in self.pids():
             with contextlib.suppress(OSError):
@@ -139,7 +139,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(side: Side, workload: Workload, log: Path, timeout_s: float) -> Iterator[Running]:
-    """Start a server and wait until it is ready; nothing of it is left after."""
+    """Start a server and wait until it is ready; leaves no process behind."""
     port = free_port()
     clean = {name: value for name, value in os.environ.items() if not name.startswith(PAGODA_ENVIRONMENT)}
     started = time.monotonic()
@@ -161,7 +161,7 @@ def running(side: Side, workload: Workload, log: Path, timeout_s: float) -> Iter
 
 
 def stop(server: Running) -> None:
-    """Ask it to end, then kill what is left of it."""
+    """Ask it to stop, then kill what is left of it."""
     server.go_on()
     pids = server.pids()
     with contextlib.suppress(ProcessLookupError):
@@ -172,7 +172,7 @@ def stop(server: Running) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     server.process.wait()
-    while any(map(lives, pids)):  # what was killed and is not our child ends a little later
+    while any(map(lives, pids)):  # killed processes that are not our children end a little later
         time.sleep(0.01)
 
 

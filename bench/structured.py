@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""What a JSON schema costs, and what it gives back by forcing tokens, through the real stack.
+"""What a JSON schema costs, and what it gains by forcing tokens, on the real stack.
 
     python bench/structured.py [MODEL] [--vocab 128000] [--clients 1,4,16] [--tokens 128] [--rounds 5]
     python bench/structured.py MODEL --peer http://127.0.0.1:8100         # another server that serves MODEL
 
 Three sides take turns: `free` (no schema), `masked` (a schema, no drafts), `forced` (a schema as served by default,
-where tokens that the grammar leaves no choice about travel as drafts). `free` and `forced` are asked of one server,
-`masked` of another that allows no drafts. With `--peer` two more: `peer free` and `peer`, without and with the schema.
-Every answer has exactly `--tokens` tokens, sampled: the schema is a list without an end. Figures are output tokens per
-second of all clients together, as ratios within a round: the median over rounds, and the smallest and largest.
+where tokens that the grammar forces are draft tokens). One server serves `free` and `forced`; another, without drafts,
+`masked`. `--peer` adds two: `peer free` and `peer`, without and with the schema. Every answer has exactly `--tokens`
+sampled tokens: the schema is a list too long to end. Figures are output tokens per second of all clients together, as
+ratios within a round: the median over rounds, and the smallest and largest.
 
-Without MODEL it is one of random weights in the shape of a Llama of 135M with `--vocab` tokens, made for the run; for a
-peer to read, `bench/make_model.py b135m MODEL --vocab 128000` makes it. What random weights write into a schema is
-noise: of their tokens fewer are forced than of a model that writes sense.
+Without MODEL, a model of random weights in the shape of a 135M Llama with `--vocab` tokens is made for the run; for a
+peer, make it with `bench/make_model.py b135m MODEL --vocab 128000`. Random weights fill a schema with noise, so fewer
+of their tokens are forced than of a trained model's.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Side(NamedTuple):
 
 
 async def rate(side: Side, clients: int, tokens: int, seed: int) -> float:
-    """Output tokens per second of so many requests at once."""
+    """Output tokens per second of `clients` concurrent requests."""
     async with httpx.AsyncClient(base_url=side.url, timeout=600) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
 
@@ -81,7 +81,7 @@ async def rate(side: Side, clients: int, tokens: int, seed: int) -> float:
 
 
 def measure(sides: dict[str, Side], clients: int, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Rates by side; the sides take turns in being first. The first round warms up."""
+    """Rates by side; sides take turns in being first. The first round is a warm-up."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     for number in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""What `compare.py` sends, and the one figure it takes from each load. Everything here is pure."""
+"""The workloads of `compare.py`, and the one figure it takes from each load. Everything here is pure."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RANDOM = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # servers have different defaults: all are said
-COPY, CONTINUED = "copy", 256  # of a copied text, so many tokens are the prompt
+RANDOM = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # explicit, because servers' defaults differ
+COPY, CONTINUED = "copy", 256  # prompt tokens of a copied text
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A closed loop of `clients`. Prompts are random token ids, lengths exact, the end of sequence ignored.
+    """A closed loop of `clients`. Prompts are random token ids, lengths are exact, end of sequence is ignored.
 
     `figure`: "output" (output tokens per second of all clients) or "prompt" (prompt tokens per second until the end of
-    an answer of one token). Both come from when answers begin and end, not from when text arrives: a model with random
-    weights may say many tokens that are no text yet.
-    `primed`: the load is sent twice and the second time counts, when the prompts are in everybody's prefix cache.
+    an answer of one token). Both are computed from when answers begin and end, not from when text arrives: a model with
+    random weights may generate many tokens that are not text yet.
+    `primed`: the load is sent twice and the second time counts, when the prompts are in every server's prefix cache.
     `than`: another workload, with which this one is compared on the same server.
-    `source`: COPY for prompts that `copying.py` made.
+    `source`: COPY for prompts from `copying.py`.
     """
 
     clients: int
@@ -40,7 +40,7 @@ class Workload:
         return self.input_len + self.output_len
 
     def flags(self, salt: str, rows: Path | None) -> list[str]:
-        """Of `pagoda bench serve`. `rows` is the file of a workload with a source of its own."""
+        """Flags of `pagoda bench serve`. `rows` is the file of a workload with a `source`."""
         flags = ["--concurrency", str(self.clients), "--warmup", "1", "--salt", salt]
         if rows is not None:
             flags += ["--workload", str(rows)]
@@ -52,7 +52,7 @@ class Workload:
         return flags
 
     def value(self, report: dict[str, Any]) -> float:
-        """The figure, of a report of `pagoda bench serve`; higher is better."""
+        """The figure in a report of `pagoda bench serve`; higher is better."""
         if self.figure == "prompt":
             return 1000 * self.input_len / float(report["e2e_ms"]["p50"])
         return float(report["output_tokens_per_s"])
@@ -77,7 +77,7 @@ DEFAULT = "decode-1,served-16,served-32,prefill-2048"
 
 
 def parse_workloads(text: str) -> dict[str, Workload]:
-    """Workloads by name, NAME,NAME,..; what one of them is compared with comes along. Raises ValueError."""
+    """Workloads by name, NAME,NAME,..; includes those that they are compared with. Raises ValueError."""
     found: dict[str, Workload] = {}
     for name in filter(None, text.split(",")):
         if name not in WORKLOADS:
@@ -97,7 +97,7 @@ class Ratio(NamedTuple):
 
     @classmethod
     def of(cls, a: Sequence[float], b: Sequence[float]) -> Ratio:
-        """`a` and `b` in the order of the rounds: only figures of one round are comparable."""
+        """`a` and `b` must be in the order of rounds: only figures of the same round are comparable."""
         ratios = [x / y for x, y in zip(a, b, strict=True)]
         return cls(statistics.median(ratios), min(ratios), max(ratios))
 
@@ -128,6 +128,6 @@ def ratios_within(figures: Figures) -> dict[str, dict[str, Ratio]]:
 
 
 def turns(sides: Sequence[str], number: int) -> list[str]:
-    """The order in which sides take their turn in a round: each is first once before any is first again."""
+    """The order of sides in a round: each is first once before any is first again."""
     start = number % len(sides)
     return [*sides[start:], *sides[:start]]
