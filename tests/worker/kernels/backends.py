@@ -1,4 +1,4 @@
-"""The back ends of a CPU that the same test asks for the same thing: torch, and the C++ library at every level."""
+"""CPU back ends that run the same tests: torch, and the C++ library at every instruction set level."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagoda_worker.kernels.ops import Ops
 
 BACKENDS = [("torch", torch.bfloat16), ("torch", torch.float32), *((level, torch.bfloat16) for level in levels())]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
-"""Of the largest number: what rounding to the type may cost."""
+"""Allowed error from rounding to the type, relative to the largest value."""
 
 
 @cache

@@ -1,10 +1,10 @@
-"""How close to the reference, which computes in float64, a back end must come."""
+"""How close a back end must come to the reference, which computes in float64."""
 
 from __future__ import annotations
 
 import torch
 
-# Largest difference, relative to the largest value: rounding of the result, and for 16 bits of the softmax weights.
+# Largest difference, relative to the largest value: from rounding the result, and for 16-bit types the softmax weights.
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 
 

@@ -27,7 +27,7 @@ def ops(library: Library) -> NativeOps:
 
 @pytest.fixture(params=BACKENDS, ids=lambda one: f"{one[0]}-{one[1]}".replace("torch.", ""))
 def backend(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
-    """Name and type of one that computes: see `ops_of`."""
+    """Name and dtype of a back end: see `ops_of`."""
     name, dtype = request.param
     return name, dtype
 

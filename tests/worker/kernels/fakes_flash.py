@@ -1,7 +1,8 @@
-"""flash-attention as its documentation has it, in plain torch: what our calls rely on, and what they must not do.
+"""A fake of flash-attention as its documentation describes it, in plain torch: the parts that our calls rely on, and
+the ones that they must avoid.
 
-One token at a time, so that a token's bits are its own, except where the real kernels would not keep them either: told
-that no row has more than one new token, or free to choose, they split keys by the size of the batch.
+It computes one token at a time, so a token's bits do not depend on the batch, except where the real kernels would not
+guarantee this either: told that no row has more than one new token, or free to choose, they split keys by batch size.
 """
 
 from __future__ import annotations
@@ -120,9 +121,9 @@ def _attend(
 def _one(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, softcap: float, parts: int
 ) -> torch.Tensor:
-    """One token's heads [Hq, D] over what it sees, [n, Hkv, D], in so many parts that are merged.
+    """Attention of one token's heads [Hq, D] over the keys and values it sees, [n, Hkv, D], in that many merged splits.
 
-    As on a device, weights are relative to the largest of their part and are rounded before they meet the values.
+    As on a device, weights are relative to the largest of their split and are rounded before multiplying the values.
     """
     group = len(q) // keys.shape[1]
     scores = torch.einsum("hgd,nhd->hgn", q.float().unflatten(0, (-1, group)), keys) * scale
@@ -139,7 +140,7 @@ def _one(
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *versions: int, **changes: Any) -> None:
-    """Make these versions importable and no other; `changes` stand in for functions of the same name."""
+    """Make only these versions importable; `changes` replace functions of the same name."""
     packages = {2: ("flash_attn", flash_attn_varlen_func), 3: ("flash_attn_interface", flash_attn_with_kvcache)}
     for version, (name, function) in packages.items():
         module: Any = ModuleType(name)

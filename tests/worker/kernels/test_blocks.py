@@ -1,4 +1,4 @@
-"""Blocks copied inside a cache, and moved out of one back end's cache into another's."""
+"""Copying blocks within a cache, and moving them between the caches of different back ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shape(quantized: bool) -> KVShape:
 
 
 def written(ops: Ops, quantized: bool, seed: int = 0, of: KVShape | None = None) -> object:
-    """A cache with numbers in all of its blocks."""
+    """A cache with random numbers in all of its blocks."""
     kv = ops.new_kv_cache(of or shape(quantized), NUM_BLOCKS, BLOCK)
     generator = torch.Generator().manual_seed(seed)
     for layer in range(LAYERS):
@@ -166,7 +166,7 @@ def test_quarantine_follows_copies_and_imports(back_ends: dict[str, Ops], quanti
     kv = written(ops, quantized)
     assert isinstance(kv, KVCache)
     kv.quarantined = {1, 5}
-    ops.copy_blocks(kv, [(0, 1), (1, 2)])  # 2 gets what was in 1
+    ops.copy_blocks(kv, [(0, 1), (1, 2)])  # block 2 gets what was in block 1
     assert kv.quarantined == {2, 5}
     bad = torch.ones(BLOCK, KV_HEADS, DIM).bfloat16()
     bad[3, 0, 0] = torch.nan

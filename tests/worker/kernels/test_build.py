@@ -1,4 +1,4 @@
-"""When the kernel library is compiled anew."""
+"""When the kernel library is recompiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probes of the machine's ceilings: that they do what they say, and in registers."""
+"""The probes of the machine's ceilings do what they claim, and stay in registers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_was_measured_between_two_is_held_against_their_mean() -> None:
 
 
 def loop_of(assembly: str, instruction: str) -> list[str]:
-    """The lines of the innermost loop that has the instruction."""
+    """The lines of the innermost loop that contains the instruction."""
     lines = [line.strip() for line in assembly.splitlines()]
     at = next(i for i, line in enumerate(lines) if line.startswith(instruction))
     start = max(i for i in range(at) if re.match(r"\.L\d+:", lines[i]))

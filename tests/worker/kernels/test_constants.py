@@ -1,4 +1,4 @@
-"""Numbers that the kernels are compiled with and Python counts on are the same on both sides."""
+"""Constants compiled into the kernels equal the ones that Python relies on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The C++ kernels at every instruction set level this machine has, against plain float64, and bit for bit against
-themselves under everything that must not matter: company in the batch, chunking, threads, garbage in unused cache."""
+"""The C++ kernels at every instruction set level of this machine, against plain float64, and bit for bit against
+themselves under everything that must not matter: batch composition, chunking, threads, garbage in unused cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pagoda_worker.kernels.cpu.operations import (
 from pagoda_worker.kernels.ops import BackendError
 
 BF16_NAN = 0x7FC0
-BF16 = (16, 16, 0, 0)  # the form of weights that are not quantised
+BF16 = (16, 16, 0, 0)  # the form of unquantised weights
 
 
 def run(library: lib.Library, operation: Operation, **step: object) -> None:
@@ -72,7 +72,7 @@ def test_linear(library: lib.Library, rows: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("k", [2, 254, 256, 258, 1030])
 def test_bits_of_a_row_are_the_same_in_every_tile(library: lib.Library, k: int) -> None:
-    """Each number of rows falls into other tiles, and a panel may be passed in several turns."""
+    """Each number of rows is divided into tiles differently, and a panel may be passed over several times."""
     x, w = bf16(40, k, seed=1), bf16(70, k, seed=2, scale=k**-0.5)
     alone = torch.cat([linear(library, row[None], w) for row in x])
     for rows in range(2, 41):
@@ -148,7 +148,7 @@ CASES = {
 
 
 class Cache:
-    """A cache filled with NaN, into which each row's keys and values are written through a random block table."""
+    """A cache prefilled with NaN; each row's keys and values are written through a random block table."""
 
     def __init__(self, library: lib.Library, case: Case) -> None:
         self.library, self.case = library, case
@@ -183,7 +183,7 @@ class Cache:
         run(self.library, operation, num_tokens=context, kv_indices=indices)
 
     def attend(self, *queries: tuple[int, int]) -> list[torch.Tensor]:
-        """For each (row, number of its last query tokens): the output, in one call."""
+        """Outputs for each (row, number of its last query tokens), from one call."""
         case = self.case
         q = torch.cat([self.q[row][-count:] for row, count in queries]).contiguous()
         out = torch.empty(q.shape[0], case.heads, case.dim, dtype=torch.bfloat16)
@@ -237,7 +237,7 @@ def test_attention_bits_depend_neither_on_company_nor_on_chunking(library: lib.L
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.window])
 def test_attention_reads_nothing_that_a_window_lets_go(library: lib.Library, name: str) -> None:
-    """Entries behind it name a block of NaN, as they may name another row's."""
+    """Table entries behind the window name a block of NaN, since they may by then name another row's block."""
     cache = Cache(library, CASES[name])
     queries = [(row, query) for row, (query, _) in enumerate(cache.case.rows)]
     expected = cache.attend(*queries)

@@ -1,4 +1,4 @@
-"""Mixture of experts by every back end on a CPU: near the reference, and a token's bits its own."""
+"""Mixture of experts on every CPU back end: close to the reference, and a token's bits do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def case(dtype: torch.dtype, form: str = "", shared: bool = False, gated: bool =
         (quantize(up, FORMATS[form]), quantize(down, FORMATS["int8"])) if form else (up, down) for up, down in plain
     ]
     logits = numbers(TOKENS, EXPERTS) * 2
-    logits[:, 3] -= 20  # nobody's
+    logits[:, 3] -= 20  # chosen by no token
     logits[5, 7] = logits[5, 2] = logits[5].max() + 1  # a tie
     beside = Beside(numbers(TOKENS, HIDDEN).to(dtype), numbers(TOKENS, 1) if gated else None) if shared else None
     return Case(numbers(TOKENS, HIDDEN).to(dtype), logits, weights, beside)
@@ -75,7 +75,7 @@ def test_it_is_near_the_reference(
 
 @pytest.mark.parametrize("form", ["", "int8", "int4"])
 def test_a_token_is_its_own(backend: tuple[str, torch.dtype], form: str) -> None:
-    """Alone, in any company and by any number of threads."""
+    """The same bits alone, in any batch and with any number of threads."""
     (name, dtype), routing = backend, Routing(experts=EXPERTS, chosen=4, renormalised=True)
     made = case(dtype, form, shared=True, gated=True)
     ops = ops_of(name, dtype)
@@ -110,7 +110,7 @@ ROUTINGS = {
 
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_ways_of_choosing(backend: tuple[str, torch.dtype], name: str) -> None:
-    """Near the definition, which is written down anew here, and a token its own."""
+    """Close to the definition, which is written out again here, and each token independent of the batch."""
     (ops_name, dtype), routing = backend, ROUTINGS[name]
     ops, made = ops_of(ops_name, dtype), drawn(dtype, routing.experts)
     packed = ops.pack_experts(starmap(Expert, made.weights), routing.experts, made.favour if routing.sigmoid else None)
@@ -141,7 +141,7 @@ def drawn(dtype: torch.dtype, experts: int) -> Drawn:
 
 
 def plainly(made: Drawn, routing: Routing, tokens: int) -> torch.Tensor:
-    """Of the first tokens, one by one, in float64."""
+    """Computes the first tokens one by one in float64."""
     rows = []
     for x, logits in zip(made.x[:tokens].double(), made.logits[:tokens].double(), strict=True):
         shares = torch.sigmoid(logits) if routing.sigmoid else logits.softmax(-1)
@@ -172,7 +172,7 @@ def test_biases_and_clamped_gates(backend: tuple[str, torch.dtype], tokens: int)
     experts = [
         Expert(numbers(2 * WIDTH, HIDDEN), numbers(HIDDEN, WIDTH) / 8, numbers(2 * WIDTH), numbers(HIDDEN))
         for _ in range(routing.experts)
-    ]  # gates of 8 and more: many are clamped
+    ]  # gates of 8 and more: many get clamped
     x, logits = numbers(tokens, HIDDEN), numbers(tokens, routing.experts).float()
     ops = ops_of(name, dtype)
     packed = ops.pack_experts(iter(experts), routing.experts)
@@ -191,7 +191,8 @@ def test_biases_and_clamped_gates(backend: tuple[str, torch.dtype], tokens: int)
 
 @pytest.mark.parametrize("level", levels())
 def test_experts_of_floats_of_four_bits(level: str) -> None:
-    """Computed as they are stored: near the reference, whatever the scales, and a token its own."""
+    """MXFP4 experts are computed as stored: close to the reference for all scales, each token independent of the
+    batch."""
     generator = torch.Generator().manual_seed(10)
 
     def floats(n: int, k: int) -> QuantizedWeight:
@@ -203,7 +204,7 @@ def test_experts_of_floats_of_four_bits(level: str) -> None:
     experts = [Expert(floats(2 * WIDTH, HIDDEN), floats(HIDDEN, WIDTH)) for _ in range(routing.experts)]
     x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
     logits = torch.randn(tokens, routing.experts, generator=generator)
-    logits[3:, 1] += 30.0  # one with nearly all
+    logits[3:, 1] += 30.0  # one expert gets nearly all tokens
     ops = ops_of(level, torch.bfloat16)
     packed = ops.pack_experts(iter(experts), routing.experts)
     assert packed.down.form == (4, 16, 32, 2)

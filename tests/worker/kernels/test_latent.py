@@ -1,4 +1,4 @@
-"""Linear layers of heads, and latents as keys and values, by every back end on a CPU."""
+"""Per-head linear layers, and latents as keys and values, on every CPU back end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def shape_of(dtype: torch.dtype, planes: int, quantized: bool = False) -> KVShap
 
 
 class Rows:
-    """Rows of (new tokens, context) whose queries and latents are drawn once, whoever computes with them."""
+    """Rows of (new tokens, context) whose queries and latents are drawn once, so that every back end computes the
+    same."""
 
     rank, turns = RANK, TURNS
 
@@ -63,14 +64,14 @@ class Rows:
         self.table = RotaryTable(RopeShape(theta=1e4, head_dim=self.dim, turning=self.turns), 2048, CPU)
 
     def wide(self) -> Rows:
-        """The same in float64."""
+        """The same rows in float64."""
         wide = type(self)(self.dtype, self.rows)
         wide.dtype = torch.float64
         wide.query, wide.latent, wide.turning = (one.double() for one in (self.query, self.latent, self.turning))
         return wide
 
     def attended(self, ops: Ops, count: int | None = None, planes: int = 2, quantized: bool = False) -> torch.Tensor:
-        """Of each row's last tokens, `count` at a time."""
+        """Attention outputs of each row's new tokens, `count` of them per step (None: all)."""
         tables = self._tables()
         kept = replace(shape_of(self.dtype, planes, quantized), head_dim=self.dim)
         kv = ops.new_kv_cache(kept, int(tables.max()) + 1, BLOCK)
@@ -112,7 +113,7 @@ PLANES = (1, 2)
 
 
 def outward_of(dtype: torch.dtype, rank: int = RANK, turns: int = TURNS) -> torch.Tensor:
-    """What brings a head's values back [Hq, 20, D], which takes nothing of the dimensions that turn."""
+    """Projects a head's latent values back [Hq, 20, D]; zero for the rotated dimensions."""
     outward = numbers(HEADS, 20, rank + turns, seed=5) * rank**-0.5
     outward[:, :, : turns // 2] = 0.0
     outward[:, :, (rank + turns) // 2 : rank // 2 + turns] = 0.0
@@ -155,14 +156,15 @@ def same_back(ops: Ops, dtype: torch.dtype, count: int | None) -> None:
     once, twice = (rows.attended(ops, count, planes) for planes in (1, 2))
     outward = ops.pack_heads(outward_of(dtype))
     expected = ops.head_linear(twice, outward)
-    assert not torch.equal(once, twice)  # of what turns
+    assert not torch.equal(once, twice)  # in the rotated dimensions
     assert torch.equal(ops.head_linear(once, outward), expected)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("ops", [AtenOps(CPU), reference], ids=lambda ops: ops.name)
 def test_a_line_is_kept_once(ops: Ops, quantized: bool) -> None:
-    """It is the turned key that two planes have, and what it takes is what is said."""
+    """With one plane the cache keeps the rotated key that two planes also keep, and takes the stated number of
+    bytes."""
     rows = Rows(torch.float32, [(20, 20)])
     batch = batch_of_spans([(0, 20)], torch.arange(2, dtype=torch.int32)[None])
     caches = []
@@ -184,7 +186,7 @@ def test_a_line_is_kept_once(ops: Ops, quantized: bool) -> None:
 
 
 def test_lines_in_int8_are_attended_to_as_the_reference_does() -> None:
-    """Nearer than they are to lines that are not rounded."""
+    """The error is much smaller than the one that rounding the latents causes."""
     rows = Rows(torch.float32, LENGTHS)
     got = rows.attended(AtenOps(CPU), planes=1, quantized=True)
     assert torch.equal(rows.attended(AtenOps(CPU), 1, 1, True), got)
@@ -194,7 +196,7 @@ def test_lines_in_int8_are_attended_to_as_the_reference_does() -> None:
 
 
 def test_values_of_their_own_are_what_keys_are_before_they_turn() -> None:
-    """Half of what turns, half of the latent, and the other halves."""
+    """Half of the rotary part, half of the latent, then the other halves."""
     kv = reference.new_kv_cache(shape_of(torch.float32, 2), 1, BLOCK)
     rows = Rows(torch.float32, [(3, 3)])
     batch = batch_of_spans([(0, 3)], torch.zeros(1, 1, dtype=torch.int32))
@@ -205,7 +207,7 @@ def test_values_of_their_own_are_what_keys_are_before_they_turn() -> None:
     first = torch.cat((rows.turning[:, :turns], rows.latent[:, :still]), 1)
     expected = torch.cat((first, rows.turning[:, turns:], rows.latent[:, still:]), 1)
     assert torch.equal(value[:, 0], expected)
-    assert torch.equal(key[0, 0], expected[0])  # at position 0 nothing turns
+    assert torch.equal(key[0, 0], expected[0])  # no rotation at position 0
     assert torch.equal(key[:, 0, turns : turns + still], expected[:, turns : turns + still])
     assert not torch.equal(key[2, 0], expected[2])
 
@@ -218,7 +220,7 @@ def test_latents_as_whole_numbers_are_refused_where_sums_would_overflow(level: s
 
 
 class Thin(Rows):
-    """Of a size that tiles of the matrix unit do not take, and that is laid out at a time; or in int8."""
+    """A size that tiles of the matrix unit do not support and that is laid out at run time; also used with int8."""
 
     rank, turns = 32, 16
 
@@ -227,7 +229,7 @@ class Thin(Rows):
 @pytest.mark.parametrize("count", [None, 1])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_narrow_lines_kept_once_by_the_native_kernels(level: str, count: int | None, quantized: bool) -> None:
-    """They are near the reference's; in bfloat16 what leads back gives the bits of two planes, too."""
+    """Close to the reference; in bfloat16 the projected values also have the bits that two planes give."""
     rows, ops = Thin(torch.bfloat16, LENGTHS), ops_of(level, torch.bfloat16)
     once = rows.attended(ops, count, 1, quantized)
     expected = rows.wide().attended(reference, None, 1, quantized)
@@ -242,7 +244,7 @@ def test_narrow_lines_kept_once_by_the_native_kernels(level: str, count: int | N
 
 @pytest.mark.parametrize("level", levels())
 def test_what_lies_behind_a_line_that_is_kept_once_is_nobodys(level: str) -> None:
-    """Of a block that somebody had whose numbers were none, tokens that are not written stay unread."""
+    """A reused block may contain NaN: the tokens in it that have not been written must not be read."""
     ops, rows = ops_of(level, torch.bfloat16), Rows(torch.bfloat16, [(37, 37)])
     batch = batch_of_spans([(0, 37)], torch.arange(3, dtype=torch.int32)[None])
     results = []

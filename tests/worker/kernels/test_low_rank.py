@@ -1,4 +1,5 @@
-"""What adapters add to linear layers, operation by operation: near float64, and nothing to those without."""
+"""LoRA terms that adapters add to linear layers, per operation: close to float64, and zero for tokens without
+adapter."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from pagoda_worker.rows.slots import TokenSlots
 
 pytestmark = pytest.mark.usefixtures("inference")
 CPU = torch.device("cpu")
-TOLERANCE = 1.2e-2  # relative to the largest value: rounding to bfloat16, up to three times
-INPUTS, OUTPUTS = 54, 96  # inputs end within a vector
-RANKS = ((8,), (1, 17), ())  # of an adapter's parts, of which each adds to its share of the outputs
+TOLERANCE = 1.2e-2  # relative to the largest value: up to three roundings to bfloat16
+INPUTS, OUTPUTS = 54, 96  # the number of inputs is no multiple of a vector
+RANKS = ((8,), (1, 17), ())  # of each adapter's parts; a part adds to its own share of the outputs
 SLOTS = [0, 0, 0, 0, 0, -1, 1, -1, -1, -1, -1, 2, 2, 2, 2, 1, 0, 1, 1, 1, 1, 1]
 Call = Callable[[Any, Any, Any, Any], torch.Tensor]
 CALLS: dict[str, Call] = {
@@ -44,7 +45,7 @@ def low_rank(ranks: tuple[int, ...]) -> LowRank | None:
 
 
 def compare(ops: Ops, call: str) -> None:
-    """One operation of a back end with the reference's in float64, and each line with itself alone."""
+    """Compare one operation of a back end with the float64 reference, and each token in the batch with itself alone."""
     x, weight, bias = (
         (torch.randn(*shape) * size).bfloat16().to(ops.device)
         for shape, size in (((len(SLOTS), INPUTS), 1.0), ((OUTPUTS, INPUTS), 0.2), ((OUTPUTS,), 1.0))

@@ -1,4 +1,4 @@
-"""Operands reach the library by their names, and a recording's buffers share memory only in turn."""
+"""Operands reach the library by name, and a recording's buffers share memory only if their lifetimes do not overlap."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagoda_worker.kernels.cpu.program import Recording
 
 
 def fields_in_cpp(name: str) -> list[str]:
-    """The names of a struct of program.h, in order."""
+    """The field names of a struct of program.h, in order."""
     body = re.sub(r"//.*", "", (SOURCE / "program.h").read_text()).partition(f"struct {name} {{")[2].partition("}")[0]
     declarations = [part.split(",") for part in body.split(";") if part.strip()]
     return [name.split()[-1].lstrip("*") for names in declarations for name in names]
@@ -100,10 +100,10 @@ def test_a_linear_layer_is_joined_to_the_norm_of_its_inputs_alone() -> None:
 
 
 def test_what_is_done_as_one_shares_no_memory() -> None:
-    """A thread may write the layer's result while another still norms its inputs."""
+    """One thread may write the layer's result while another is still normalising its inputs."""
     tape, x = Recording(4), torch.zeros(4, 16).bfloat16()
     first = norm(tape, x)
-    second = norm(tape, first)  # the last that reads it
+    second = norm(tape, first)  # the last operation that reads it
     memory = tape.laid_out([linear(tape, second)])
     assert (
         len({address(memory, buffer) for buffer in (first, second)} | {memory[key].data_ptr() for key in memory}) == 3

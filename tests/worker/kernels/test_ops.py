@@ -1,4 +1,4 @@
-"""The torch back end against the reference, operation by operation; the reference computes in float64."""
+"""The torch back end against the reference, which computes in float64, operation by operation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ tuned, reference = AtenOps(CPU), ReferenceOps(CPU)
 
 
 def fill(ops: AtenOps | ReferenceOps, dtype: torch.dtype, keys: torch.Tensor) -> KVCache:
-    """keys [num_blocks * BLOCK, 2, Hkv, D] as the cache of one layer."""
+    """A one-layer cache with keys [num_blocks * BLOCK, 2, Hkv, D]."""
     shape = KVShape(num_layers=1, num_kv_heads=keys.shape[2], head_dim=keys.shape[3], dtype=dtype)
     kv = ops.new_kv_cache(shape, len(keys) // BLOCK, BLOCK)
     kv.lines[0][: len(keys)] = keys.flatten(1).to(dtype)
@@ -36,7 +36,7 @@ def fill(ops: AtenOps | ReferenceOps, dtype: torch.dtype, keys: torch.Tensor) ->
 
 
 def both(rows: list[tuple[int, int]], shape: AttentionShape, dtype: torch.dtype, sinks: torch.Tensor | None = None):
-    """Attention over rows of (new tokens, context length): tuned in `dtype`, and reference in float64."""
+    """Attention over rows of (new tokens, context length): torch in `dtype`, and the reference in float64."""
     needed = [-(-context // BLOCK) for _, context in rows]
     order = torch.randperm(sum(needed)).tolist()
     tables = [[order.pop() for _ in range(count)] for count in needed]
@@ -65,7 +65,7 @@ VARIANTS = [{}, {"window": 20}, {"window": 600}, {"softcap": 5.0}, {"softcap": 5
 
 @pytest.mark.parametrize("ops", [tuned, reference], ids=lambda ops: ops.name)
 def test_attention_reads_nothing_that_a_window_lets_go(ops: AtenOps | ReferenceOps) -> None:
-    """Entries behind it name a block of NaN, as they may name another row's."""
+    """Table entries behind the window name a block of NaN, since they may by then name another row's block."""
     rows, shape = [(1, 200), (5, 130), (1, 64), (1, 21), (40, 600)], shape_of(4, 2, 64, window=20)
     needed = [-(-context // BLOCK) for _, context in rows]
     order = (torch.randperm(sum(needed)) + 1).tolist()
@@ -112,7 +112,7 @@ def test_attention_of_one_kind_of_row(rows: list[tuple[int, int]], dtype: torch.
 def test_attention_bits_do_not_depend_on_chunks_or_neighbours(
     head_dim: int, variant: dict[str, float], dtype: torch.dtype
 ) -> None:
-    """Every token of a row of 700 alone, as a decode, against chunks of several sizes beside other rows."""
+    """Compares every token of a row of 700, decoded alone, with chunks of several sizes beside other rows."""
     shape, length = shape_of(6, 2, head_dim, **variant), 700
     keys = torch.randn(64 * BLOCK, 2, 2, head_dim)
     kv = fill(tuned, dtype, keys)
@@ -120,7 +120,7 @@ def test_attention_bits_do_not_depend_on_chunks_or_neighbours(
     blocks = torch.randperm(60)[: -(-length // BLOCK)].tolist()
 
     def run(chunks: list[tuple[int, int]]) -> list[torch.Tensor]:
-        """Chunks [start, end) of the row, each as a row of its own."""
+        """Run chunks [start, end) of the row, each as a separate row."""
         batch = make_batch([([0] * (end - start), start, blocks) for start, end in chunks], BLOCK)
         out = tuned.attend(torch.cat([query[a:b] for a, b in chunks]), kv, 0, tuned.plan(batch, kv), shape)
         return list(torch.split(out, [end - start for start, end in chunks]))
@@ -184,7 +184,7 @@ def test_gated_linear() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantised_weights_become_the_run_dtype(name: str) -> None:
-    """No integer kernels: the weight's values, and inputs that are not rounded."""
+    """Without integer kernels, weights are dequantised and inputs are not rounded."""
     weight, x = quantize(torch.randn(96, 128), FORMATS[name]), torch.randn(7, 128).bfloat16()
     ops = AtenOps(CPU, torch.bfloat16)
     plain = ops.pack_linear(dequantize(weight).bfloat16())

@@ -1,4 +1,4 @@
-"""Recorded steps in which operations are done as one: the bits of the same operations one by one, and fewer waits."""
+"""Recorded steps with fused operations: the same bits as the separate operations, with fewer barriers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADS = {"two heads in a panel": (6, 2, 16), "a head over panels": (4, 2, 80), "
 
 
 class Model(NamedTuple):
-    """A decoder as `models.decoder` has it, small, and its caches."""
+    """A small decoder as in `models.decoder`, and its caches."""
 
     forward: Callable[[Ops, Batch, Any], tuple[torch.Tensor, ...]]
     new_kv: Callable[[], list[Any]]
@@ -74,12 +74,12 @@ def _norm_in(
     return ops.add_rms_norm(branch, stream, weight, 1e-6)
 
 
-# Of the tokens new in each step: of a long prompt, of few rows, of as many as are normed by every thread and one more.
+# New tokens per row in each step: a long prompt, few rows, as many as every thread normalises itself, and one more.
 STEPS = ({0: 260}, {0: 1, 1: 3}, {0: 1}, {0: 8}, {1: 9}, {0: 2, 1: 1, 2: 40})
 
 
 def batches() -> Iterator[Batch]:
-    """Of three rows, whose blocks lie apart."""
+    """Batches of three rows with scattered blocks."""
     known, blocks = [0, 0, 0], [list(range(12)), [14, 13], [17, 16]]
     for step in STEPS:
         yield make_batch(
@@ -115,7 +115,7 @@ def test_what_is_done_as_one_has_the_bits_of_operations_one_by_one(
 
 
 def test_threads_meet_five_times_in_a_layer_of_few_rows_and_seven_in_one_of_many(ops: NativeOps) -> None:
-    """Besides, once after the embedding and once after the logits; of many rows also before these."""
+    """Plus one barrier after the embedding and one after the logits; with many rows, also one before the logits."""
     model = make_model(ops, HEADS["panels of one head"], None, False)
     recorded = ops.record(model.forward, model.new_kv(), 300)
     for batch, count in zip(batches(), (7, 5, 5, 5, 7, 7), strict=True):
@@ -125,7 +125,7 @@ def test_threads_meet_five_times_in_a_layer_of_few_rows_and_seven_in_one_of_many
 
 
 def test_what_one_thread_does_alone_in_turn_nobody_waits_for_in_between(ops: NativeOps) -> None:
-    """Of one row: norm, router, choice and gathering together, then two products, then the sum of the chosen."""
+    """With one row: one barrier for norm, router, routing and gathering, one per product, one for the experts' sum."""
     routing = Routing(experts=11, chosen=3, renormalised=True)
     experts = ops.pack_experts(
         (Expert(torch.randn(2 * 96, HIDDEN).bfloat16(), torch.randn(HIDDEN, 96).bfloat16()) for _ in range(11)), 11

@@ -1,5 +1,5 @@
-"""Keys and values in int8: written by one definition on every back end, attended to near plain float64, and bit for bit
-the same under everything that must not matter."""
+"""int8 keys and values: every back end writes them by one definition; attention is close to plain float64, and bit for
+bit the same under everything that must not matter."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_error_is_at_most_half_a_level() -> None:
 
 
 def lines(count: int, heads: int, dim: int) -> torch.Tensor:
-    """Lines of all magnitudes with ties, zeros, tiny numbers and lines that are no numbers."""
+    """Keys or values of all magnitudes, with ties, zeros, tiny numbers, NaN and infinities."""
     x = torch.randn(count, heads, dim) * torch.logspace(-6, 6, count)[:, None, None]
     x[1], x[2], x[3] = 0.0, 9.2e-41, torch.randint(-254, 255, (heads, dim)) / 2
     x[3, :, 0] = 127.0
@@ -113,7 +113,7 @@ def test_keys_are_rounded_after_norm_and_rotation(ops: Ops, normed: bool) -> Non
 
 
 class Case:
-    """Rows of (new tokens, context) over a cache full of garbage, in which their blocks lie anywhere."""
+    """Rows of (new tokens, context) over a cache full of garbage, with scattered blocks."""
 
     def __init__(
         self, ops: Ops, rows: list[tuple[int, int]], shape: AttentionShape, block: int, quantized: bool = True
@@ -137,14 +137,14 @@ class Case:
         return make_batch(parts, self.block)
 
     def attend(self, *queries: tuple[int, int], sinks: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """For each (row, number of its last tokens): the output, in one call."""
+        """Outputs for each (row, number of its last tokens), from one call."""
         batch = self.batch(list(queries))
         q = torch.cat([self.q[row][-count:] for row, count in queries])
         out = self.ops.attend(q, self.kv, 0, self.ops.plan(batch, self.kv), self.shape, sinks).clone()
         return list(out.split([count for _, count in queries]))
 
     def expected(self, row: int, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Plain float64 over the numbers that come back out of the cache."""
+        """Plain float64 attention over the dequantised cache."""
         k, v = (dequantize(*quantize(t[row])) for t in (self.k, self.v))
         return plainly(self.shape, self.q[row], k, v, sinks)
 
@@ -152,7 +152,7 @@ class Case:
 def plainly(
     shape: AttentionShape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The last tokens' q [new, Hq, D] over k and v [context, Hkv, D], in float64."""
+    """Attention of the last tokens, q [new, Hq, D], over k and v [context, Hkv, D], in float64."""
     new, context = len(q), len(k)
     k, v = (t.double().repeat_interleave(shape.num_heads // shape.num_kv_heads, 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * shape.scale
@@ -167,7 +167,7 @@ def plainly(
 
 
 def fill_with_garbage(kv: Any) -> None:
-    """What earlier users may have left: any whole numbers; on the native kernels also scales that are no numbers."""
+    """Garbage as earlier requests may leave it: any integers; on the native kernels also NaN scales."""
     tensors = [*kv.layers] if isinstance(kv, KVCache) else kv.tensors
     for tensor in tensors:
         if tensor.dtype == torch.int8:
@@ -212,7 +212,7 @@ def test_attention(ops: Ops, name: str) -> None:
 
 
 def outliers(kind: str, count: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Factors of the channels of queries [dim], of those of keys [dim], and of the tokens' values [count]."""
+    """Factors for the channels of queries [dim], for those of keys [dim], and for the values of tokens [count]."""
     query, key, value = torch.ones(dim), torch.ones(dim), torch.ones(count)
     if kind == "queries":
         query[3::29] = 60.0
@@ -225,12 +225,12 @@ def outliers(kind: str, count: int, dim: int) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("ops", levels(), indirect=True)  # torch rounds keys to bfloat16 once more
 @pytest.mark.parametrize("kind", ["none", "queries", "keys and values"])
 def test_the_error_of_attention_is_that_of_the_cache(ops: Ops, kind: str) -> None:
-    """Against float64 over the numbers before they were rounded for the cache: what meets them is rounded too, but the
-    error that adds is lost beside that of the cache and of the result in bfloat16."""
+    """Against float64 over the numbers before quantisation: the operands that meet them are rounded too, but that error
+    is negligible beside those of the cache and of the result in bfloat16."""
     shape, context = attention(4, 2, 64), 300
     query, key, value = outliers(kind, context, 64)
     q = torch.randn(20, 4, 64) * query
-    q = (q / (q @ (torch.randn(64) * key)).std() * 24).bfloat16()  # so that scores spread by 3
+    q = (q / (q @ (torch.randn(64) * key)).std() * 24).bfloat16()  # so that scores have a standard deviation of 3
     k, v = (
         (torch.randn(context, 2, 64) * key).bfloat16(),
         (torch.randn(context, 2, 64) * value[:, None, None]).bfloat16(),
@@ -263,7 +263,7 @@ def test_reference_attends_to_the_same_numbers() -> None:
 @pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; the torch back end serves")
 @pytest.mark.parametrize("quantized", [False, True])
 def test_threads_change_nothing(quantized: bool) -> None:
-    """Nor does anything else about who computes which lines: 290 tokens by 7 heads are many items of work."""
+    """Nor does any other division of the work: 290 tokens by 7 heads give many work items."""
     q = torch.randn(290, 14, 64).bfloat16()
     k, v = torch.randn(2, 290, 2, 64).bfloat16().unbind(0)
     batch, outputs = make_batch([([0] * 290, 0, list(range(19)))], 16), []
@@ -291,7 +291,7 @@ SHARED = {
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("name", SHARED)
 def test_it_changes_nothing_how_threads_share_the_keys_of_a_row(name: str, quantized: bool) -> None:
-    """One thread shares nothing, and so it is with a row among many; two and five cut a row differently."""
+    """One thread splits no row, and neither do several with many rows; two and five threads split a row differently."""
     (shape, rows), outputs = SHARED[name], []
     sinks = torch.randn(shape.num_heads) if "sinks" in name else None
     for threads in (1, 2, 5):
@@ -300,9 +300,8 @@ def test_it_changes_nothing_how_threads_share_the_keys_of_a_row(name: str, quant
         case = Case(native, rows, shape, 16, quantized)
         queries = [(row, new) for row, (new, _) in enumerate(rows)]
         outputs.append(torch.cat(case.attend(*queries, sinks=sinks)))
-        again = torch.cat(
-            case.attend(*queries, sinks=sinks)
-        )  # what an operation leaves behind is no burden for the next
+        # What an operation leaves behind must not affect the next one.
+        again = torch.cat(case.attend(*queries, sinks=sinks))
         assert torch.equal(again, outputs[0])
         many = case.attend(*queries * 20, sinks=sinks)
         assert torch.equal(torch.cat(many[: len(rows)]), outputs[0])
@@ -311,7 +310,7 @@ def test_it_changes_nothing_how_threads_share_the_keys_of_a_row(name: str, quant
 
 @pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; the torch back end serves")
 def test_a_token_that_is_no_number_reaches_whoever_attends_to_it() -> None:
-    """It must not be rounded away: the row that has it ends with an error, and no row before it is touched."""
+    """NaN must not be rounded away: attention that sees it returns NaN, and earlier positions stay untouched."""
     native = NativeOps(Library([-1]))
     k, v = torch.randn(2, 40, 2, 64).bfloat16().unbind(0)
     v[20] = torch.nan

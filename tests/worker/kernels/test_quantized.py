@@ -1,4 +1,5 @@
-"""What quantised weights mean, in numbers one can check by eye, and how far they are from what they stand for."""
+"""What quantised weights mean, in numbers that can be checked by eye, and how far they are from the original
+weights."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ def test_a_weight_is_within_half_a_level(name: str) -> None:
     assert quantized.group == (form.group or 256)
     assert int(quantized.levels.max()) < 1 << form.bits
     scales = quantized.scales.repeat_interleave(quantized.group, 1)
-    # With 4 bits there is no level for what is beyond the last one, on the other side of zero than the extreme.
+    # Four bits have no level beyond the last one on the side of zero opposite to the extreme.
     reachable = weight / scales <= (1 << form.bits - 1) - 0.5
-    # Scales of 4 bits are rounded, so the largest weight of a group may be a little farther than the last level.
+    # 4-bit scales are rounded, so the largest weight of a group may be a little beyond the last level.
     slack = weight.abs() * 2.0**-11 if form.bits == 4 else 0
     error = (dequantize(quantized) - weight).abs()
     assert bool((error <= scales.abs() * torch.where(reachable, 0.5001, 1.0001) + slack).all())
@@ -70,7 +71,7 @@ def test_zeros_are_levels_per_group() -> None:
 
 def test_activations_are_rounded_group_by_group() -> None:
     x = torch.tensor([[127.0, -2.5, 1.5, 0.4, 0.0, 0.0, 0.0, 0.0]])
-    assert round_activations(x, 4).tolist() == [[127.0, -2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]]  # halves to even
+    assert round_activations(x, 4).tolist() == [[127.0, -2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]]  # ties to even
 
 
 def test_faint_activations_are_nothing_and_broken_ones_stay_broken() -> None:

@@ -25,13 +25,13 @@ pytestmark = pytest.mark.usefixtures("inference")
 ROWS = (1, 2, 5, 13, 64, 200)
 SHAPES = ((80, 64, 32), (96, 192, 64), (528, 256, 256), (96, 512, 128), (80, 576, 576), (80, 4096, 64))  # n, k, group
 VARIANTS = list(itertools.product(FORMS, (False, True)))  # (weight bits, activation bits), zeros
-FLOAT32 = 2e-6  # of the largest output: sums of groups in float32, against float64
+FLOAT32 = 2e-6  # of the largest output: group sums in float32, against float64
 
 reference = ReferenceOps(torch.device("cpu"))
 
 
 def make(n: int, k: int, group: int, form: tuple[int, int], zeros: bool) -> QuantizedWeight:
-    """Levels over their whole range, the ends included."""
+    """Levels over their whole range, including the ends."""
     bits, activation_bits = form
     levels = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8)
     levels[0], levels[-1] = 0, (1 << bits) - 1
@@ -71,7 +71,7 @@ def test_against_the_definition(ops: NativeOps, n: int, k: int, group: int, form
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_activations_are_the_very_numbers_of_the_definition(ops: NativeOps, bits: int, zeros: bool) -> None:
-    """Through the identity each output is one rounded activation."""
+    """With the identity as the weight, each output is one rounded activation."""
     k, group, zero = 128, 32, 3 if zeros else 1 << bits - 1
     x = inputs(40, k)
     x[1] = torch.arange(-64, 64) / 2  # halves
@@ -99,7 +99,7 @@ def test_what_is_not_a_number_reaches_the_output(ops: NativeOps, form: tuple[int
 
 @pytest.mark.parametrize("form", FORMS)
 def test_extremes_do_not_saturate(ops: NativeOps, form: tuple[int, int]) -> None:
-    """All levels and all activations at the ends of their ranges."""
+    """All levels and all activations are at the ends of their ranges."""
     bits, k = form[0], 2048
     for level, zero in ((0, (1 << bits) - 1), ((1 << bits) - 1, 0)):
         weight = QuantizedWeight(
@@ -116,7 +116,7 @@ def test_extremes_do_not_saturate(ops: NativeOps, form: tuple[int, int]) -> None
 
 @pytest.mark.parametrize(("form", "zeros"), VARIANTS)
 def test_bits_do_not_depend_on_company_or_threads(ops: NativeOps, form: tuple[int, int], zeros: bool) -> None:
-    """Rows enough for several blocks."""
+    """Enough rows for several blocks."""
     packed, x = ops.pack_linear(make(96, 4096, 64, form, zeros)), inputs(300, 4096)
     whole = ops.logits(x, packed)
     for size in (1, 7):
@@ -133,7 +133,7 @@ def test_bits_do_not_depend_on_company_or_threads(ops: NativeOps, form: tuple[in
 def test_groups_that_come_in_parts_and_several_at_once(
     ops: NativeOps, k: int, group: int, segments: int, form: tuple[int, int], zeros: bool
 ) -> None:
-    """However many rows pass beside each other, and in however many blocks."""
+    """For any number of rows in a tile and any number of blocks."""
     weight, x = make(40, k, group, form, zeros), inputs(300, k)
     packed, expected = ops.pack_linear(weight, None, segments), reference.pack_linear(weight, None, segments)
     whole = ops.logits(x, packed)
@@ -152,7 +152,7 @@ PLAIN_OR_FORM: list[tuple[tuple[int, int] | None, bool]] = [(None, False), *VARI
 def test_bits_of_a_row_are_the_same_in_every_tile(
     ops: NativeOps, form: tuple[int, int] | None, zeros: bool, group: int
 ) -> None:
-    """Of one row, of several, unpacked or not: each number of rows falls into other tiles."""
+    """One row, several rows, unpacked or not: each number of rows is divided into tiles differently."""
     n, k = 80, 608
     weight = torch.randn(n, k).bfloat16() if form is None else make(n, k, group, form, zeros)
     packed, x = ops.pack_linear(weight), inputs(40, k)
@@ -162,7 +162,7 @@ def test_bits_of_a_row_are_the_same_in_every_tile(
 
 
 def test_a_thread_keeps_no_rows_from_an_earlier_call(ops: NativeOps) -> None:
-    """The same memory with other contents, and another matrix that rounds it by other groups."""
+    """The same memory with other contents, and another matrix whose groups round it differently."""
     x, other = inputs(5, 256), inputs(5, 256)
     first, second = (ops.pack_linear(make(96, 256, group, (8, 8), False)) for group in (256, 32))
     expected = ops.logits(other, first), ops.logits(other, second)
@@ -174,7 +174,7 @@ def test_a_thread_keeps_no_rows_from_an_earlier_call(ops: NativeOps) -> None:
 
 @pytest.mark.parametrize(("form", "zeros"), VARIANTS)
 def test_levels_of_instruction_sets_agree(form: tuple[int, int], zeros: bool) -> None:
-    """Within a rounding: sums of whole numbers are the same, those in float32 nearly."""
+    """Within a rounding: integer sums are equal, float32 sums nearly."""
     weight, x = make(96, 512, 64, form, zeros), inputs(20, 512)
     outputs = []
     for level in levels():
@@ -182,7 +182,7 @@ def test_levels_of_instruction_sets_agree(form: tuple[int, int], zeros: bool) ->
         outputs.append(ops.linear(x, ops.pack_linear(weight)).float())
     for output in outputs[1:]:
         ulp = torch.exp2(outputs[0].abs().clamp(min=1e-30).log2().floor() - 7)
-        floor = outputs[0].abs().amax(-1, keepdim=True) * FLOAT32  # where a sum all but cancels
+        floor = outputs[0].abs().amax(-1, keepdim=True) * FLOAT32  # where a sum nearly cancels
         assert bool(((output - outputs[0]).abs() <= ulp.maximum(floor)).all())
 
 
@@ -190,7 +190,7 @@ def test_levels_of_instruction_sets_agree(form: tuple[int, int], zeros: bool) ->
 @pytest.mark.parametrize(("form", "zeros"), PLAIN_OR_FORM)
 @pytest.mark.parametrize("width", [96, 40])
 def test_gated(ops: NativeOps, width: int, form: tuple[int, int] | None, zeros: bool, activation: str) -> None:
-    """The epilogue on the registers rounds as separate operations would."""
+    """The epilogue on registers rounds as separate operations would."""
     weight = torch.randn(2 * width, 128).bfloat16() / 11 if form is None else make(2 * width, 128, 32, form, zeros)
     bias, x = torch.randn(2 * width).bfloat16(), torch.randn(14, 128).bfloat16()
     fused = ops.gated_linear(x, ops.pack_gated(weight, bias), activation)
@@ -235,7 +235,7 @@ def test_recorded_equals_immediate(ops: NativeOps, form: tuple[int, int]) -> Non
 
     def forward(ops: Ops, batch: Batch, kv: object) -> tuple[torch.Tensor, ...]:
         x = ops.embed(batch.token_ids, table, None)
-        for _ in range(3):  # buffers are used again: the same memory, other rows
+        for _ in range(3):  # buffers are reused: the same memory, other rows
             x = ops.rms_norm(ops.linear(ops.gated_linear(x, up, "silu"), down), norm, 1e-6)
         return x, ops.logits(x, down)
 

@@ -1,4 +1,4 @@
-"""What an operation costs at least, and that every operation of the native kernels is measured."""
+"""The least that an operation costs, and that every operation of the native kernels is measured."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sampling in the kernel library against the numpy sampler, and bit for bit against itself.
 
-Its weights are rounded differently from the oracle's float64, so that it is free to choose either of two tokens when
-the draw lies within a few millionths of the border between them, and either side of a filter's cut likewise.
-`acceptable` says which tokens those are; where weights are exact by construction, so is the comparison.
+Its weights are rounded differently from the oracle's float64. It may therefore choose either of two tokens when the
+draw lies within a few millionths of the border between them, and either side of a filter's cutoff likewise.
+`acceptable` lists the allowed tokens. Where weights are exact by construction, the comparison is exact too.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from pagoda_worker.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault,
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; the torch back end serves")
 
-# Of a cumulative weight: three float32 roundings of an exponent of up to about 12 below which there is no mass to
-# speak of, a few of exp, and half a unit of 2^-44 for each of 200 000 tokens.
+# Relative error of a cumulative weight: three float32 roundings of an exponent of up to about 12 (beyond that, mass is
+# negligible), a few of exp, and half a unit of 2^-44 for each of 200 000 tokens.
 ERROR = 4e-6
 SIZES = [1, 2, 15, 16, 17, 1000, 1023, 1024, 1025, 5000, 20_479, 151_936, 200_000]
-V = 64  # of the parameters of `params_st`
+V = 64  # vocabulary size for the parameters of `params_st`
 
 
 Libraries = dict[str, Library]
@@ -46,7 +46,7 @@ Libraries = dict[str, Library]
 
 @pytest.fixture(scope="module")
 def libraries() -> Iterator[dict[int, Libraries]]:
-    """Number of threads -> level -> library, for examples that are drawn once and tried at every level."""
+    """Number of threads -> level -> library: each example is drawn once and tried at every level."""
     opened = {threads: {level: Library([-1] * threads, level) for level in levels()} for threads in (1, 2, 3)}
     yield opened
     for of_threads in opened.values():
@@ -74,7 +74,7 @@ def processed(logits: np.ndarray, r: Row) -> np.ndarray:
 
 
 def acceptable(logits: np.ndarray, r: Row) -> set[int]:
-    """Every token that a sampler with weights within ERROR may choose. Usually one."""
+    """Every token that a sampler whose weights are within ERROR may choose. Usually one."""
     p, z = r.params, processed(logits, r)
     ids = order.sort(z, np.arange(len(z)))
     if p.greedy:
@@ -174,7 +174,8 @@ MANNERS: list[dict[str, Any]] = [
 
 @cache
 def of_any_size(size: int) -> tuple[list[Row], np.ndarray, list[set[int]]]:
-    """Rows of every manner, the logits of each, and what each may choose: the same for every level."""
+    """Rows with all kinds of parameters, their logits, and the acceptable tokens of each: computed once for all
+    levels."""
     made = [(kind, manner) for kind in ("normal", "peaked", "ties") for manner in MANNERS]
     rows = [row([], prompt=[0], seed=size + i, **manner) for i, (_, manner) in enumerate(made)]
     logits = np.stack([some_logits(kind, size, size + i) for i, (kind, _) in enumerate(made)])
@@ -191,7 +192,7 @@ def test_agrees_with_the_oracle_on_vocabularies_of_any_size(library: Library, si
 
 @cache
 def many_draws(manner: int) -> tuple[np.ndarray, list[Row], list[int]]:
-    """Logits, rows, and what the oracle draws: the same for every level."""
+    """Logits, rows, and the oracle's tokens: computed once for all levels."""
     logits = np.tile(some_logits("normal", 500, 3), (2000, 1))
     params = SamplingParams(**MANNERS[manner])
     rows = [row_of(params, [], prompt=[0], seed=seed) for seed in range(len(logits))]
@@ -200,7 +201,7 @@ def many_draws(manner: int) -> tuple[np.ndarray, list[Row], list[int]]:
 
 @pytest.mark.parametrize("manner", range(len(MANNERS)), ids=str)
 def test_differs_from_the_oracle_only_at_borders(library: Library, manner: int) -> None:
-    """2000 draws: were one in a thousand off, this would see it; borders take a few in a million."""
+    """2000 draws would reveal an error in one of a thousand; borders affect a few in a million."""
     logits, rows, expected = many_draws(manner)
     assert tokens(run(library, logits, rows)) == expected
 
@@ -209,7 +210,7 @@ def test_differs_from_the_oracle_only_at_borders(library: Library, manner: int) 
 
 
 def exact_draws(size: int, rows: Sequence[Row]) -> list[int]:
-    """floor(u * size) in whole numbers."""
+    """floor(u * size) in integers."""
     draws = uniform(
         *(np.array([getattr(r, name) for r in rows], np.uint64) for name in ("seed", "choice", "num_outputs"))
     )
@@ -315,7 +316,7 @@ def test_large_rows_alone_in_company_and_on_any_threads_are_the_same(library: Li
 
 
 class Position(NamedTuple):
-    """One position of a row, said in full, as verifying several drafted tokens at once needs it."""
+    """One position of a row with its full state, as verifying several draft tokens at once requires."""
 
     params: SamplingParams
     seed: int
@@ -381,7 +382,7 @@ def test_changes_that_overflow_are_a_fault(library: Library) -> None:
 
 @cache
 def reported(kind: str, size: int) -> tuple[torch.Tensor, list[int], dict[int, list[Any]]]:
-    """Logits, targets, and the oracle's reports by the number of likely tokens: the same for every level."""
+    """Logits, targets, and the oracle's reports by number of top tokens: computed once for all levels."""
     logits = torch.from_numpy(np.stack([some_logits(kind, size, seed) for seed in range(3)]))
     targets = [0, size - 1, int(logits[2].argmax())]
     return logits, targets, {num_top: logprobs.report(logits, targets, num_top) for num_top in (0, 20)}
@@ -404,7 +405,7 @@ def test_reports_end_before_logits_that_are_no_numbers(library: Library) -> None
 
 
 def test_a_row_may_report_on_what_it_has_changed(library: Library) -> None:
-    """Ranks and values are of the logits as they came, also for a token that only the changes made likely."""
+    """Ranks and values refer to the unprocessed logits, also for a token that only the processing made likely."""
     logits = some_logits("normal", 3000, 4)
     r = row([4], temperature=0.4, logprobs=4, allowed_token_ids=(9, 2999), logit_bias={2999: 100.0})
     [got] = run(library, logits[None], [r])

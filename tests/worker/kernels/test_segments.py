@@ -1,5 +1,5 @@
-"""Layers whose inputs are added in segments, at every instruction set level: their sum is the tree of what each segment
-gives alone, bit for bit, so shards of every width add up to the whole."""
+"""Layers that sum their inputs in segments, at every instruction set level: the result is the tree sum of the segments'
+own results, bit for bit, so shards of every width add up to the whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pagoda_worker.kernels.segments import MOST, num_segments, segmented, tree_s
 pytestmark = pytest.mark.usefixtures("inference")
 
 CPU = torch.device("cpu")
-# k, group: the only group of a segment of 8, one of several, two, and one of more inputs than AVX2 unpacks at a time.
+# k, group: one group per segment of 8, several groups, two, and one with more inputs than AVX2 unpacks at a time.
 SHAPES = ((512, 512), (1536, 64), (1024, 64), (4864, 4864))
 N = 80
 DTYPES = [torch.bfloat16, torch.float32]
@@ -31,7 +31,7 @@ def weight_of(form: tuple[int, int] | None, zeros: bool, k: int, group: int) -> 
 
 
 def columns(weight: Weight, part: int, parts: int) -> Weight:
-    """The weight of one of as many parts of the inputs; a scale that all share is everybody's."""
+    """The weight columns of one of `parts` equal parts of the inputs; a scale for the whole row goes to every part."""
 
     def own(values: torch.Tensor) -> torch.Tensor:
         return values if values.shape[1] == 1 else values.chunk(parts, 1)[part]
@@ -43,7 +43,7 @@ def columns(weight: Weight, part: int, parts: int) -> Weight:
 
 
 def sums_of(ops: Ops, x: torch.Tensor, weight: Weight, parts: int, segments: int) -> list[torch.Tensor]:
-    """What each part of the inputs gives alone, in float32; `segments` are those of all together."""
+    """Each part's own result in float32; `segments` counts the segments of all parts together."""
     shards = zip(x.chunk(parts, 1), (columns(weight, part, parts) for part in range(parts)), strict=True)
     return [ops.logits(one, ops.pack_linear(shard, None, segments // parts)) for one, shard in shards]
 
@@ -62,7 +62,7 @@ def test_the_tree() -> None:
     ("inputs", "heads", "expected"),
     [
         ((4096, 14336), (32,), 8),
-        ((2048, 3072), (16,), 4),  # eight would be shorter than `LEAST`
+        ((2048, 3072), (16,), 4),  # eight segments would be shorter than `LEAST`
         ((896, 4864), (14,), 1),
         ((576, 1536), (9,), 1),
         ((4096, 4096), (4,), 4),
@@ -122,7 +122,7 @@ def test_near_the_definition_in_float64(ops: NativeOps, form: tuple[int, int] | 
 def test_shards_of_every_width_add_up_to_the_whole(
     ops: NativeOps, k: int, group: int, form: tuple[int, int] | None, zeros: bool
 ) -> None:
-    """Those of one segment are plain layers, which other tests hold against the definition."""
+    """Shards of one segment are plain layers, which other tests compare with the definition."""
     weight, segments = segmented(weight_of(form, zeros, k, group), MOST)
     assert segments == MOST
     bias = torch.randn(N).bfloat16()
@@ -140,7 +140,7 @@ def test_shards_of_every_width_add_up_to_the_whole(
 def test_bits_of_a_row_do_not_depend_on_company_or_threads(
     ops: NativeOps, k: int, group: int, form: tuple[int, int] | None, zeros: bool
 ) -> None:
-    """Of one row, of each number in a tile, and of several blocks."""
+    """One row, each number of rows in a tile, and several blocks."""
     weight, segments = segmented(weight_of(form, zeros, k, group), MOST)
     packed, x = ops.pack_linear(weight, None, segments), inputs(300, k)
     whole = ops.logits(x, packed)
@@ -158,7 +158,7 @@ def test_bits_of_a_row_do_not_depend_on_company_or_threads(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [512, 2048, 4864])
 def test_torch(k: int, dtype: torch.dtype) -> None:
-    """The definition, shards of every width, and rows in any company."""
+    """Against the definition, with shards of every width, and each row in any batch."""
     tuned, weight, bias = AtenOps(CPU), torch.randn(N, k).to(dtype), torch.randn(N).to(dtype)
     packed, x = tuned.pack_linear(weight, bias, MOST), torch.randn(150, k).to(dtype)
     whole = tuned.logits(x, packed)

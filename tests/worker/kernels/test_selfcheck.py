@@ -1,4 +1,4 @@
-"""The self-check passes on kernels that work, and names what is wrong with ones that do not."""
+"""The self-check passes on working kernels, and names the fault of broken ones."""
 
 from __future__ import annotations
 

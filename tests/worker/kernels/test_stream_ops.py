@@ -1,6 +1,6 @@
-"""Operations that families beside Llama ask for, of every back end on a CPU, against the reference in float64.
+"""Operations that families other than Llama need, on every CPU back end, against the reference in float64.
 
-A row's bits are its own: each is computed again beside other rows.
+A row's bits must not depend on the batch: each row is computed again beside other rows.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_activated_layers(backend: tuple[Ops, torch.dtype], activation: str, out
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_what_is_no_number_stays_so(backend: tuple[Ops, torch.dtype], activation: str) -> None:
-    """A row that went wrong must not come out clean: its blocks are told from others by it."""
+    """NaN in a row must survive: it is how the blocks of a failed row are recognised."""
     ops, dtype = backend
     x = torch.ones(3, 32, dtype=dtype)
     x[1, 4] = torch.nan
@@ -92,7 +92,7 @@ def test_heads_that_are_normed_together_or_do_not_turn(
     norm = None if whole is None else HeadNorm(weight=torch.randn(heads + kv_heads, dim), eps=1e-6, whole=whole)
 
     def write(by: Ops, rows: slice, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Query heads, and the cache in the layout that all back ends understand."""
+        """Query heads, and the cache in the layout shared by all back ends."""
         kv = by.new_kv_cache(KVShape(num_layers=1, num_kv_heads=kv_heads, head_dim=dim, dtype=wide), 4, 16)
         rotation = Rotation(angles.cos(), angles.sin(), positions[rows]) if turned else None
         query = by.rope_write(qkv[rows].to(wide, copy=True), rotation, norm, kv, 0, places[rows])
