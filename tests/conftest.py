@@ -1,4 +1,4 @@
-"""Every test starts from an environment without Pagoda's own variables, and offline as far as the hub is concerned."""
+"""Every test starts without Pagoda's environment variables and with the Hugging Face hub offline."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tests.examples import THOROUGH
 from pagoda_worker.kernels.cpu import build as building
 from pagoda_worker.library_choice import choose_libraries
 
-# Hypothesis imports this in the midst of a test, and pytest parses what it imports. CPython before 3.11.8 and 3.12.2
-# may fail to while a collection of garbage runs Python code (gh-106905), as Hypothesis has it do by then.
+# Hypothesis imports this module in the middle of a test, and pytest parses it to rewrite it. Before 3.11.8 and 3.12.2,
+# CPython's parser may fail if garbage collection runs Python code meanwhile (gh-106905), and Hypothesis has a GC hook.
 importlib.import_module("hypothesis.internal.conjecture.optimiser")
 
-# Triton decides when it is first imported, by whomever, whether its kernels are interpreted; see --device.
+# Triton reads this when it is first imported, and decides whether to interpret its kernels; see --device.
 INTERPRET = "TRITON_INTERPRET"
 NO_LIBRARY = "none"
-# pytest-timeout ends the whole process, as it must: a coroutine is told to end before, and the test says where it was.
+# pytest-timeout has to end the whole process. Coroutine tests are cancelled this much earlier and show where they hung.
 SOONER_S = 20
 
-# A busy machine is no failure: examples have no deadline. A build server tries the same examples every time.
+# Examples have no deadline, so a busy machine fails no test. On a CI server the examples are the same in every run.
 settings.register_profile(
     "pagoda",
     deadline=None,
@@ -42,7 +42,7 @@ settings.register_profile(
 )
 settings.register_profile(THOROUGH, settings.get_profile("pagoda"), max_examples=1000, derandomize=False)
 settings.load_profile("pagoda")
-choose_libraries()  # before any test, or process of one, computes
+choose_libraries()  # before any test or its child process computes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,8 +68,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Modules stay together: what they start is started once. Those with tests that take long begin first, so that in
-    the end no process of the run waits for another's."""
+    """Keep a module's tests together, so that its fixtures start once. Run modules with long tests first, so that no
+    test process is left waiting for another at the end."""
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             item.obj = _within(_timeout_s(item) - SOONER_S, item.obj)
@@ -113,13 +113,14 @@ def pytest_configure(config: pytest.Config) -> None:
         if not torch.cuda.is_available():
             raise pytest.UsageError("--device cuda: torch sees no CUDA device")
         os.environ.pop(INTERPRET, None)
-    if not hasattr(config, "workerinput"):  # one process of a run does it for all
+    if not hasattr(config, "workerinput"):  # only the controller, not each xdist worker
         _set_library(config.getoption("--level"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Next to nothing of what is imported and collected is garbage: looking for it took a third of the time."""
+    """Disable the garbage collector: imports and collection leave hardly any garbage, and searching for it took a third
+    of the time."""
     gc.disable()
     try:
         return (yield)
@@ -129,10 +130,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection of garbage looks through it, be it once, nor does the end of the process.
+    """Exclude everything imported so far from garbage collection, including the one at process exit.
 
-    What is left to torch has one thread: with several test processes, each product would wait for its share of a core
-    that another one has.
+    torch gets one thread: with several test processes, each matrix product would wait for a thread whose core another
+    process occupies.
     """
     gc.freeze()
     if torch := sys.modules.get("torch"):
@@ -145,7 +146,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def _set_library(level: str | None) -> None:
-    for kept in building.LIBRARY.parent.glob("libpagoda.*.kept.so"):  # of a run that was killed
+    for kept in building.LIBRARY.parent.glob("libpagoda.*.kept.so"):  # left by a run that was killed
         pid = int(kept.name.split(".")[1])
         if not Path(f"/proc/{pid}").exists():
             _put_back(pid)
@@ -157,7 +158,7 @@ def _set_library(level: str | None) -> None:
 
 
 def _kept(pid: int) -> Path:
-    """What was installed before the run of this process."""
+    """Where process `pid` keeps the library that was installed before its run."""
     return building.LIBRARY.with_name(f"libpagoda.{pid}.kept.so")
 
 

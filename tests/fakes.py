@@ -1,17 +1,17 @@
-"""Fakes we own: a runner that executes step plans without tensors, and what it must yield.
+"""The tests' fakes: a runner that executes step plans without tensors, and the outputs it must produce.
 
     FakeModel        next token = hash of (every token before it, seed, choice) mod vocabulary
     FakeRunner       executes StepPlans on that model, exactly as the contract in `pagoda_proto.steps` says
     reference_*      the same tokens computed directly from a record: no scheduler, no blocks, no steps
-    ManualClock      time that moves when told
+    ManualClock      a clock that the test advances
 
-FakeRunner keeps a KV memory of its own: every cell of every block holds the hash of the row's tokens up to that
-position. A chunk writes its cells, then all cells of the row's block tables up to the chunk's end are compared with
-what they must be; where a group keeps a window, those of the window. A block handed out twice, a missing copy-on-write,
-a wrong prefix hit, a block let go too early or swapped in from the wrong place is therefore an error in the step that
-would have read the wrong KV, and not a strange token much later. Breaches of the contract raise ContractBroken.
-A row that fails leaves tainted cells. Who reads them (a sibling forked before the failure is known) may, but samples
-wrong tokens from then on: whoever used those would not get the reference.
+FakeRunner models the KV cache: every cell of every block holds the hash of the row's tokens up to that position. A
+chunk writes its cells, then every cell of the row's block tables up to the chunk's end (for a group with a window, the
+cells in the window) is compared with its expected value. A block allocated twice, a missing copy-on-write, a wrong
+prefix hit, or a block freed too early or swapped in from the wrong place therefore fails in the step that would have
+read the wrong KV, rather than showing up as a strange token much later. Breaches of the contract raise ContractBroken.
+A failing row leaves tainted cells. Another row (a sibling forked before the failure is known) may read them, but then
+samples wrong tokens, so output that used them would differ from the reference.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ids = itertools.count()
 
 
 class ContractBroken(AssertionError):
-    """A plan that no worker could have executed correctly."""
+    """No worker could have executed this plan correctly."""
 
 
 def mix(left: int, right: int) -> int:
@@ -63,14 +63,14 @@ def mix(left: int, right: int) -> int:
 
 
 def prefix_hashes(token_ids: Sequence[int], adapter: Adapter | None = None) -> list[int]:
-    """hashes[i] covers token_ids[: i + 1], and the adapter."""
+    """hashes[i] covers the adapter and token_ids[: i + 1]."""
     initial = EMPTY_PREFIX if adapter is None else mix(EMPTY_PREFIX, int(adapter.digest[:8], 16))
     return list(itertools.accumulate(token_ids, mix, initial=initial))[1:]
 
 
 @dataclass(frozen=True)
 class FakeModel:
-    """What is sampled. `eos_at`: the record's first end-of-sequence id is sampled at this output position."""
+    """Decides the sampled tokens. At output position `eos_at` it samples the record's first end-of-sequence id."""
 
     vocab_size: int = 256
     eos_at: int | None = None
@@ -101,7 +101,7 @@ class FakeRow:
     new: NewRow
     token_ids: list[int]
     hashes: list[int]
-    tables: list[list[int]]  # of each group
+    tables: list[list[int]]  # one block table per KV group
     num_computed: int
     tainted: bool = False
 
@@ -119,8 +119,8 @@ class FakeRunner:
     """Executes plans in order. Poisoned rows (`poison_token_id` in the prompt) fail with RowError(`poison_code`) once
     they have `poison_at` outputs. `verify=False` skips the KV comparison, for measurements.
 
-    `hint` says how many drafts a row would have; of n that it is allowed `accept` of them hold. The others leave cells
-    that nobody must ever take for computed.
+    `hint` gives how many draft tokens a row could propose; `accept` gives how many of the allowed ones are accepted.
+    Rejected drafts leave cells that must never be read as computed.
     """
 
     num_blocks: int = 64
@@ -133,7 +133,7 @@ class FakeRunner:
     poison_code: str = ErrorCode.NUMERICAL_ERROR.value
     poison_at: int = 0
     num_swap_blocks: int = 0
-    kv_groups: tuple[KVGroup, ...] = ()  # instead of these numbers, where there are several or one keeps a window
+    kv_groups: tuple[KVGroup, ...] = ()  # replaces both numbers for several groups, or a window
     verify: bool = True
     hint: Callable[[FakeRow], int] = lambda row: 0
     accept: Callable[[FakeRow, int], int] = lambda row, allowed: 0
@@ -150,9 +150,9 @@ class FakeRunner:
         self._ranges = [range(*pair) for pair in pairwise(ends)]  # of block ids, by group
         self._swap_ranges = [range(*pair) for pair in pairwise(swap_ends)]
         self._cells: dict[int, int] = {}  # block * block_size + offset -> hash of the prefix up to there
-        self._swapped: dict[int, int] = {}  # the same of swap blocks
+        self._swapped: dict[int, int] = {}  # the same for swap blocks
         self._decodes = DecodeList()
-        self._row_ids: set[int] = set()  # all there ever were
+        self._row_ids: set[int] = set()  # every id ever used
 
     def execute(self, plan: StepPlan) -> StepResult:
         """One step, in the order the contract gives: drop, add, append, swap out, swap in, copy, compute, sample."""
@@ -216,13 +216,13 @@ class FakeRunner:
         self._move(plan.block_copies, self._cells, self._cells)
 
     def _apart(self, block_ids: list[int]) -> list[list[int]]:
-        """By group, of a list that has as many of each."""
+        """Split into one list per group; every group has equally many."""
         size, rest = divmod(len(block_ids), max(1, len(self.kv_groups)))
         self._require(not rest, f"{len(block_ids)} blocks for {len(self.kv_groups)} groups")
         return [block_ids[place * size : (place + 1) * size] for place in range(len(self.kv_groups))]
 
     def _check_pairs(self, pairs: list[tuple[int, int]], sources: list[range], destinations: list[range]) -> None:
-        """Both blocks of a pair are of one group."""
+        """Require that both blocks of a pair belong to the same group and that no destination repeats."""
         ways = list(zip(sources, destinations, strict=True))
         self._require(all(any(a in s and b in d for s, d in ways) for a, b in pairs), "a swap is out of range")
         self._require(len({b for _, b in pairs}) == len(pairs), "a block is swapped to twice")
@@ -276,7 +276,7 @@ class FakeRunner:
             self._cells[block * self.block_size + position % self.block_size] = value
 
     def _write_nothing(self, row: FakeRow, chunk: Chunk) -> None:
-        """Without blocks nothing is kept, so a prompt is computed whole."""
+        """Without blocks there is no KV cache, so a prompt must be computed in one chunk."""
         whole = not chunk.start and chunk.num_tokens == len(row.token_ids) and chunk.sample
         self._require(whole, f"row {chunk.row_id}: a part of a prompt, and nothing is kept of the rest")
         self.tokens_computed += chunk.num_tokens
@@ -335,7 +335,7 @@ class FakeRunner:
 
     def _check_table(self, row: FakeRow) -> None:
         for group, ids, table in zip(self.kv_groups, self._ranges, row.tables, strict=True):
-            first = max(0, row.num_computed - group.kept) if group.kept else 0  # what was before may be another's
+            first = max(0, row.num_computed - group.kept) if group.kept else 0  # earlier ones may be reused
             held = table[first // self.block_size :]
             self._require(len(set(held)) == len(held), f"row {row.new.row_id}: a block twice in its table")
             self._require(all(block in ids for block in held), "block id out of range")
@@ -347,7 +347,7 @@ class FakeRunner:
 
 
 def pooled_of(token_ids: Sequence[int]) -> bytes:
-    """What a prompt is read as here: two numbers that tell it from every other."""
+    """The pooled result of a prompt in this fake: two numbers that identify the prompt."""
     last = prefix_hashes(token_ids)[-1]
     return struct.pack("<2f", last % 65_521, last // 65_521 % 65_521)
 
@@ -361,7 +361,11 @@ class ReferenceChoice(NamedTuple):
 def reference_outputs(
     record: RequestRecord, model: FakeModel | None = None, *, max_output_tokens: int | None = None
 ) -> list[ReferenceChoice]:
-    """What every choice of `record` must yield, computed directly. A record without max_tokens needs the limit."""
+    """The expected output of every choice of `record`, computed directly.
+
+    Raises:
+        ValueError: the record has no max_tokens, and no `max_output_tokens` is given.
+    """
     limit = max_output_tokens if max_output_tokens is not None else record.task.params.max_tokens
     if limit is None:
         raise ValueError("give max_output_tokens: the record has no max_tokens")
@@ -423,7 +427,7 @@ def make_record(
 
 
 def make_pool_record(prompt: Sequence[int] = (1, 2, 3), **fields: Any) -> RequestRecord:
-    """A record whose prompt is to be read; keywords are PoolingParams, or fields of the record."""
+    """A pooling record; keywords are PoolingParams or fields of the record."""
     record = make_record(prompt, **{name: fields.pop(name) for name in RECORD_FIELDS if name in fields})
     return msgspec.structs.replace(record, task=Pool(pooling=PoolingParams(**fields)))
 

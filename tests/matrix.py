@@ -1,9 +1,9 @@
-"""The whole suite under other circumstances than this machine's: `make test-matrix ARGS="--rows avx2,load"`.
+"""Run the whole suite under conditions other than this machine's: `make test-matrix ARGS="--rows avx2,load"`.
 
-A row is a copy of the tree in which something is different, and the same suite. What decides at run time is given the
-circumstance itself instead of being told of it: on the row `avx2` the kernel library holds no higher level
-(`--level`), on `no-compiler` there is neither library nor compiler, so the processes that tests start meet the same.
-`avx2+load` is a row of both circumstances. Further words go to pytest: `ARGS="--rows one-core -- tests/proto -x"`.
+Each row runs the suite in a copy of the tree with one condition changed. The condition is real, not mocked: in the row
+`avx2` the kernel library is built without higher levels (`--level`), and in `no-compiler` there is neither library nor
+compiler, so the processes that tests start see it too. `avx2+load` combines two conditions. Arguments after `--` go to
+pytest: `ARGS="--rows one-core -- tests/proto -x"`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("services", "gateway", "engine_core", "worker", "proto")
 LIBRARY = "worker/pagoda_worker/kernels/cpu/libpagoda.so"
-OLDEST = "oldest"  # of the libraries, see Makefile
+OLDEST = "oldest"  # supported versions of the libraries; see Makefile
 COMPILERS = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|cc|clang|clang\+\+)(-[0-9.]+)?")
 CLOSING = re.compile(r"[0-9]+ (passed|failed|error)|no tests ran")
 AS_MAKE_TEST = {"OMP_WAIT_POLICY": "passive", "PYTHONDONTWRITEBYTECODE": ""}
-# level -> what torch is to take the processor for
+# level -> environment that limits torch's own kernels to this level
 LEVELS = {
     "base": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -43,7 +43,7 @@ FLAGS_OF = {  # in /proc/cpuinfo
 
 @dataclass
 class Row:
-    """What is different."""
+    """How a row differs from a plain run."""
 
     compiler: bool = True
     needs_flag: str = ""
@@ -51,10 +51,10 @@ class Row:
     environment: dict[str, str] = field(default_factory=dict)
     prefix: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
-    load: int = 0  # processes that do nothing but compute
+    load: int = 0  # number of busy-looping processes
 
     def __add__(self, other: Row) -> Row:
-        """Both circumstances."""
+        """Combine two conditions."""
         return Row(
             compiler=self.compiler and other.compiler,
             needs_flag=self.needs_flag or other.needs_flag,
@@ -78,7 +78,7 @@ def _rows() -> dict[str, Row]:
     rows["load"] = Row(load=20)
     rows |= {f"order-{seed}": Row(arguments=("--order-seed", str(seed))) for seed in (1, 2)}
     rows["capabilities"] = Row(arguments=("--capabilities", "80,86,89,90,120", "tests/worker/kernels/triton"))
-    # Modules of tests that pytest does not rewrite lose their assertions, of which it warns.
+    # pytest warns that modules whose assertions it does not rewrite lose them under -O.
     rows["optimised"] = Row(environment={"PYTHONOPTIMIZE": "1"}, arguments=("-W", "ignore::pytest.PytestConfigWarning"))
     return rows
 
@@ -87,12 +87,12 @@ ROWS = _rows()
 
 
 class Unavailable(Exception):
-    """This machine cannot give what a row needs."""
+    """This machine lacks something the row needs."""
 
 
 @contextlib.contextmanager
 def copied_tree() -> Iterator[Path]:
-    """What git has or would have, with the library as it is built here."""
+    """A copy of all files that git tracks or does not ignore, plus the kernel library built here."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -124,8 +124,8 @@ def _path_without_compilers(directory: Path, path: str) -> Path:
 
 
 def interpreter(version: str) -> str:
-    """A Python of this version, or with the `OLDEST` libraries, with all that the tests need; made beside the usual
-    environment when first asked for."""
+    """The Python of a virtual environment with this version, or with the `OLDEST` libraries, that has the tests'
+    dependencies; created next to the usual environment on first use."""
     if version in ("", f"{sys.version_info.major}.{sys.version_info.minor}"):
         return sys.executable
     venv = ROOT / f".venv-{version}"
@@ -160,7 +160,7 @@ def busy_machine(processes: int) -> Iterator[None]:
 
 
 def run_row(row: Row, words: list[str], log: Path) -> str:
-    """Run the suite, which says what it says in `log`; pytest's closing line, or why there is none."""
+    """Run the suite with its output in `log`; return pytest's closing line, or the last line if there is none."""
     environment = {**os.environ, **AS_MAKE_TEST, "CI": "true", **row.environment}
     with copied_tree() as tree:
         check_processor(row)

@@ -1,4 +1,4 @@
-"""The real stack as a user starts it: `pagoda serve` as a process, found and watched from outside."""
+"""The real stack as a user starts it: `pagoda serve` in a process of its own, observed from outside."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc
 
 READY_TIMEOUT_S = 240.0
-NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # a client that makes its own reads all authorities first: 30 ms
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # saves 30 ms: a client's own context first loads all CA certificates
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Stack:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, **options: Any) -> openai.OpenAI:
-        """Closed with the stack, at the latest."""
+        """A client, closed with the stack at the latest."""
         options = {
             "api_key": "none",
             "max_retries": 0,
@@ -72,7 +72,7 @@ class Stack:
         return found
 
     def workers(self) -> list[pb.Worker]:
-        """What the engine core says of its workers."""
+        """The engine core's list of its workers."""
         return list(self._admin("ListWorkers", pb.ListWorkersRequest()).workers)
 
     def stats(self) -> pb.GetStatsResponse:
@@ -84,7 +84,7 @@ class Stack:
             return getattr(engine_pb2_grpc.AdminStub(channel), method)(request, timeout=60)
 
     def ready_workers(self) -> list[pb.Worker]:
-        """None while no engine core listens: one that was killed is started again in its own time."""
+        """Empty while no engine core listens, for instance while a killed one restarts."""
         try:
             return [worker for worker in self.workers() if worker.state == "ready"]
         except grpc.RpcError as error:
@@ -108,8 +108,8 @@ class Stack:
         return self.log.read_text()[-6000:]
 
     def family(self) -> list[psutil.Process]:
-        """The supervisor and its descendants. Each is asked who its parent is: while they are listed one may end, and
-        its id become that of a stranger."""
+        """The supervisor and its descendants. Each one's parent is checked, because a process may end during the
+        listing and its pid be reused by a stranger."""
         members = [psutil.Process(self.process.pid)]
         for child in members[0].children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -123,7 +123,7 @@ def running_stack(tmp_path: Path, *arguments: str, model: str = "", workers: int
     """Start `pagoda serve`, wait until it and all its workers are ready, and ask it to end.
 
     Raises:
-        RuntimeError: it did not end well, or a process of it is left.
+        RuntimeError: it did not exit cleanly, or left a process behind.
     """
     port, log = free_port(), tmp_path / "serve.log"
     command = [sys.executable, "-m", "pagoda.cli", "serve", *([model] if model else [])]
@@ -147,7 +147,7 @@ def running_stack(tmp_path: Path, *arguments: str, model: str = "", workers: int
                     member.kill()
             raise RuntimeError(f"the stack did not stop; log:\n{stack.tail()}") from None
         else:
-            was_killed = process.returncode == -signal.SIGKILL  # by a test, and was still dying
+            was_killed = process.returncode == -signal.SIGKILL  # by a test; it was still dying
             if family and ((process.returncode and not was_killed) or remaining(family)):
                 raise RuntimeError(f"it ended with {process.returncode}, left are {alive(family)}; {stack.tail()}")
         finally:
@@ -158,14 +158,15 @@ def running_stack(tmp_path: Path, *arguments: str, model: str = "", workers: int
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     found = []
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ends while it is looked at
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end while we look
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
 def remaining(processes: list[psutil.Process], timeout_s: float = 30.0) -> list[psutil.Process]:
-    """Those that do not end. Of an id that is a thread's by now, psutil would raise FileNotFoundError."""
+    """The processes that do not end within `timeout_s`. Only live ones are waited for: psutil raises FileNotFoundError
+    for a pid that has become a thread's id."""
     _, left = psutil.wait_procs(alive(processes), timeout_s)
     return list(left)
 

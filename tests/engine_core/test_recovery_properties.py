@@ -1,5 +1,6 @@
-"""Joins, deaths, pauses, suspects and bindings in any order: every accepted request gets exactly one ending, and a
-healthy one ends with the tokens of an undisturbed run. (The sink checks that positions follow and endings are single.)
+"""Workers join, die, pause, become suspect or bring other numerics in any order: every accepted request ends exactly
+once, and a healthy one with the tokens of an undisturbed run. (The sink checks that positions are consecutive and that
+each request ends once.)
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ NO_BLAME = [cause for cause in LeaveCause if not cause.blames]
 
 
 class Fleet:
-    """Workers that come as an executor lets them, and die when they compute what is poison."""
+    """Workers that join as an executor lets them, and die when they compute a poisoned row."""
 
     def __init__(self, **config: object) -> None:
         self.bench = Bench(**config)
-        self.alive: dict[int, str] = {}  # numerics by epoch
-        self.poisoned: dict[int, set[int]] = {}  # rows by epoch
+        self.alive: dict[int, str] = {}  # epoch -> numerics id
+        self.poisoned: dict[int, set[int]] = {}  # epoch -> ids of poisoned rows
         self.poison_deaths = 0
         self._last = 0
 
@@ -37,7 +38,7 @@ class Fleet:
         self._last += 1
         hello = make_hello(f"w{self._last}", numerics_id=numerics_id, num_blocks=num_blocks)
         self.bench.executor.join(self._last, hello)
-        self.bench.executor.held.append(numerics_id)  # until it is told otherwise
+        self.bench.executor.held.append(numerics_id)  # until the engine core binds other numerics
         self.alive[self._last], self.poisoned[self._last] = numerics_id, set()
         return True
 
@@ -48,7 +49,7 @@ class Fleet:
         self.bench.engine.step(0)
 
     def answer(self, epoch: int) -> bool:
-        """Compute the worker's oldest plan, or die of it."""
+        """Compute the worker's oldest plan, or die if it has a poisoned row. False: there is no plan."""
         if not self.bench.executor.plans[epoch]:
             return False
         plan = self.bench.executor.plans[epoch].popleft()
@@ -129,7 +130,7 @@ def test_a_healthy_request_among_random_kills_never_fails(data: st.DataObject) -
 @SETTINGS
 @given(st.data())
 def test_poison_is_convicted_and_nobody_else(data: st.DataObject) -> None:
-    """Whatever else goes on for which nobody is to blame."""
+    """Workers also leave meanwhile, but only for causes that blame no request."""
     fleet = Fleet(max_rows=data.draw(st.sampled_from([2, 16])), chunk_size=data.draw(st.sampled_from([1, 64])))
     poison = make_record((POISON, 1), max_tokens=6)
     records = healthy(5)
