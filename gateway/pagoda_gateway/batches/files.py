@@ -17,7 +17,7 @@ from pagoda_gateway.store.interface import MAX_PAGE_RECORDS, MAX_PART_BYTES, Rec
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 FILES = "files"
-UPLOAD_KEPT_S = 2 * 3600.0  # how long remains of an upload whose gateway died are kept
+UPLOAD_KEPT_S = 2 * 3600.0  # lifetime of what is left of an upload whose gateway died
 GOING_S = 600.0  # .. or of a file whose deletion was interrupted
 BATCH, BATCH_OUTPUT = "batch", "batch_output"  # purposes
 

@@ -101,7 +101,7 @@ class LooseLogs:
     async def sweep(self) -> None:
         """Settle entries that other writers have left behind."""
         async for record in records_of(self._store, LOOSE, ""):
-            with suppress(Unreadable, Conflict):  # .. another gateway is at it
+            with suppress(Unreadable, Conflict):  # unreadable, or another gateway is settling it
                 loose = decoded(record.key, record.value, _Loose)
                 if abs(time.time() - loose.since) >= times.RESPONSE_LOOSE_S:
                     await self.settle(await self._swept(record, loose))

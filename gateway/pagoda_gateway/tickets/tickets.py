@@ -1,8 +1,8 @@
 """Tokens follow from the job, so a ticket needs only the job: any gateway runs it again and sends what is missing.
 
-Where a job runs, all its readers read the same tape. A gateway where it does not run, runs it: claims avoid duplicate
-work, and two gateways waiting for one non-streamed answer, but correctness does not depend on them. A finished answer
-is stored as its tape, so that the code that answered first also answers a repeated request.
+If a job runs here, all its readers read the same tape; if not, this gateway runs it. Claims avoid duplicate work, and
+keep an answer that is not a stream from being awaited at two gateways, but correctness does not depend on them. A
+finished answer is stored as its tape, so that the code that answered first also answers a repeated request.
 """
 
 from __future__ import annotations

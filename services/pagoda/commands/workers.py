@@ -75,7 +75,7 @@ async def _list(addresses: Sequence[EngineAddress], *, as_json: bool) -> int:
 
 
 async def _drain(addresses: Sequence[EngineAddress], worker_id: str) -> int:
-    """Raises ConfigError unless exactly one engine core has such a worker."""
+    """Raises ConfigError if no engine core has such a worker, or several have."""
     answers = await _each(addresses, "ListWorkers", pb.ListWorkersRequest())
     holders = [row["engine"] for row in _rows(answers) if row["worker_id"] == worker_id and row["state"] in STAYS]
     if len(holders) > 1:

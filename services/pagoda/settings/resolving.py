@@ -224,7 +224,7 @@ def _check(command: str, merged: Mapping[str, Value], problems: list[str], compl
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """Several texts as one; anything else as it is."""
+    """Join several texts into one; return anything else unchanged."""
     return ",".join(filter(None, values)) if all(isinstance(value, str) for value in values) else values
 
 
