@@ -1,7 +1,7 @@
-"""Without a GPU, or with --device cpu, Triton's interpreter runs the kernels: tests/conftest.py has asked for it before
+"""Without a GPU, or with --device cpu, Triton's interpreter runs the kernels; tests/conftest.py requests it before
 Triton is imported.
 
-Where Triton cannot be installed there is no such back end and nothing here to collect.
+Where Triton cannot be installed, the back end does not exist and nothing here is collected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if find_spec("triton") is None:
 
 
 def pytest_configure() -> None:
-    """Triton is imported here, and not with this file, which may be read before options are."""
+    """Import Triton only now: this file may be imported before options are parsed."""
     if find_spec("triton") is not None:
         from tests.worker.kernels.triton.interpreter import mend
 
@@ -27,9 +27,10 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_device() -> Iterator[None]:
-    """Kernels divide by zero and overflow in lanes nobody reads; a device says nothing about it.
+    """Silence numpy: kernels divide by zero and overflow in lanes whose results are unused, and a device does not warn.
 
-    The work that is left to torch is small: threads would spin more than they compute, where others compute, too.
+    What is left to torch is little work: threads would spin more than compute, slowing the other processes of a test
+    run.
     """
     torch.manual_seed(1)
     threads = torch.get_num_threads()

@@ -1,12 +1,12 @@
-"""Triton's interpreter, mended where it differs from every device: called once, before any kernel runs.
+"""Patches Triton's interpreter where it differs from every device; called once, before any kernel runs.
 
-Triton 3.6 and 3.7 are known, and what is mended is the same in both but for the first of these. A further version is
-judged by test_interpreter.py before pyproject.toml admits it.
+Known versions are Triton 3.6 and 3.7; both need the same patches, except that 3.7 does not need the first.
+test_interpreter.py must pass with a further version before pyproject.toml admits it.
 
-- A size-1 array is no index for newer numpy: loop bounds are taken out of it, as 3.7 does by itself.
-- It cuts float32 off to bfloat16 where devices round to nearest even.
-- Its products of bfloat16 matrices multiply the bit patterns, and in any product the order of a row's sums depends on
-  where in the matrix the row stands: here every row is a product of its own.
+- Newer numpy accepts no size-1 array as an index: the patch extracts loop bounds from it, as 3.7 itself does.
+- It truncates float32 to bfloat16 where devices round to nearest even.
+- It multiplies bfloat16 matrices as bit patterns, and in any product a row's order of summation depends on the row's
+  place in the matrix: the patch computes every row as a product of its own.
 - It is slow; see interpreter_speed.py.
 """
 

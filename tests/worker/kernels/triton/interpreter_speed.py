@@ -1,10 +1,10 @@
-"""What Triton's interpreter does again for every value, done once: the same numbers of the same types in less time.
+"""Does once what Triton's interpreter repeats for every value: the same numbers and types in less time.
 
-- The language is prepared for the first launch and stays so: nothing else in the process uses it.
-- Equal types share their attributes. A type is itself without being compared by parts.
-- What two operands become depends on their types alone, or on a number's value: it is decided once for each pair. They
-  are not spread to the shape that their result has, as numpy does so by itself.
-- Of the rest, most went into checks for overflow whose results nobody reads, and into calls of calls.
+- The language is patched at the first launch and stays so: nothing else in the process uses it.
+- Equal types share their attributes. A type equals itself without a comparison of its parts.
+- The conversion of two operands depends on their types alone, or on a number's value: it is decided once per pair.
+  Operands are not broadcast to the result's shape, since numpy does this itself.
+- Most of the remaining time went into overflow checks whose results nobody reads, and into nested calls.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _prepare_once() -> None:
 
 
 def _call_directly() -> None:
-    """Of a function of the language, what is behind the check that it was called in a kernel."""
+    """Call a function of the language without the check that it is called from a kernel."""
     semantic = interpreter.interpreter_semantic
 
     def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -74,7 +74,7 @@ def _call_directly() -> None:
 
 
 def _remember_types(block_type: Any, tensor: Any) -> None:
-    """Equal types share their attributes, and what every tensor of the type says of its shape; nobody changes them."""
+    """Let equal types share their attributes and the shape attributes of their tensors; nothing modifies them."""
     make, make_tensor = block_type.__init__, tensor.__init__
     known: dict[Any, dict[str, Any]] = {}
     shapes: dict[Any, Any] = {}
@@ -123,14 +123,14 @@ def _make_handles() -> None:
 
     def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-        if data.itemsize > 1:  # of less there is no type
+        if data.itemsize > 1:  # smaller ones have no type to check
             check(self)
 
     handle.__init__ = init
 
 
 def _decide_once() -> None:
-    """What becomes of two operands; see `TritonSemantic.binary_op_type_checking_impl`."""
+    """Cache how two operands are converted; see `TritonSemantic.binary_op_type_checking_impl`."""
     decide, tensor = TritonSemantic.binary_op_type_checking_impl, tl.tensor
     known: dict[Any, tuple[Any, Any]] = {}
 
@@ -152,7 +152,7 @@ def _decide_once() -> None:
 
 
 def _way(semantic: Any, before: Any, after: Any) -> Callable[[Any], Any]:
-    """How an operand becomes one of the type `after`, but for the shape of its data."""
+    """A function that converts an operand to type `after`, except for the shape of its data."""
     tensor, scalar = semantic.tensor, after.scalar
     if not isinstance(before, tensor):
         constant = tensor(semantic.scalar_constant(before, scalar).handle, after)

@@ -1,7 +1,7 @@
-"""Run by test_compiles in a process that does not interpret: every launch of the back end, compiled for a GPU by name.
+"""Run by test_compiles in a process without the interpreter: compiles every launch of the back end for a named GPU.
 
-No device is needed: Triton is told that one is there, and every launch stops once its machine code is made. Prints a
-line per launch: kernel, bytes of shared memory. Arguments: the device's capability, the shared memory of a program.
+No device is needed: Triton is told that one exists, and every launch stops once its machine code is made. Prints a line
+per launch: kernel, bytes of shared memory. Arguments: the device's capability, the shared memory of a program.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def adapters(dtype: torch.dtype, inputs: int, outputs: int) -> None:
 
 
 def experts(hidden: int, width: int, dtype: torch.dtype, biased: bool = False, activation: str = "silu") -> None:
-    """Low and high tiles, with the memory that a program may have and, as the last resort, without pipelines."""
+    """Low and high tiles, with the shared memory that a program may use and, as the last resort, without pipelining."""
     routing = Routing(experts=4, chosen=2, renormalised=True)
     sizes = [(2 * width, hidden), (hidden, width), *([(2 * width,), (hidden,)] if biased else [])]
     made = [Expert(*(torch.zeros(size, dtype=dtype) for size in sizes)) for _ in range(routing.experts)]

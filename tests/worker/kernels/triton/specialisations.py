@@ -1,7 +1,7 @@
-"""Run by test_specialisations in a process that does not interpret: which variants of a kernel steps ask for.
+"""Run by test_specialisations in a process without the interpreter: finds the kernel variants that steps ask for.
 
-Nothing is compiled or run: every launch stops once Triton knows by which variant it would be served. Prints a line per
-variant that some step asks for and the warming steps did not.
+Nothing is compiled or run: every launch stops once Triton knows the variant that would serve it. Prints a line per
+variant that some step needs and the warm-up steps did not compile.
 """
 
 from __future__ import annotations

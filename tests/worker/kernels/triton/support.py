@@ -1,4 +1,4 @@
-"""What the tests of the Triton kernels share: where they run, and how close to float64 they must come."""
+"""Shared by the tests of the Triton kernels: where they run, and how close to float64 they must come."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shape_of(heads: int, kv_heads: int, head_dim: int, **changes: float | None) 
 
 
 def greedy(spec: DecoderSpec, ops: Ops, weights: dict[str, torch.Tensor], prompts: list[list[int]]) -> list[list[int]]:
-    """Six greedy tokens of each prompt: the prompts in two chunks, then decodes, all rows in every batch."""
+    """Six greedy tokens per prompt: prompts are prefilled in two chunks, then decoded, with all rows in every batch."""
     model = Decoder(
         spec, ops, PlainSource(lambda name: weights[name].to(ops.device)), torch.float32, spec.max_positions
     )
@@ -68,7 +68,7 @@ def greedy(spec: DecoderSpec, ops: Ops, weights: dict[str, torch.Tensor], prompt
 
 
 def assert_continues(spec: DecoderSpec, ops: Ops) -> None:
-    """A small model of random weights, as it does by the reference."""
+    """A small model with random weights generates the same tokens as with the reference back end."""
     generator = torch.Generator().manual_seed(4)
     weights = {
         name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 1.0)

@@ -1,4 +1,4 @@
-"""A model and its adapters by this back end: what they compute is what the merged weights compute."""
+"""A model with adapters on this back end computes the same as merged weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXACT = 2e-4  # of float32 logits, as in tests/worker/models/test_adapters.py
 
 
 class OnDevice:
-    """A model that takes what is on the host."""
+    """A model that accepts tensors on the host."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -36,7 +36,7 @@ class OnDevice:
 
 
 def test_rows_of_two_adapters_and_of_none_compute_what_merged_weights_compute(tmp_path: Path) -> None:
-    """Of many ranks, and in the same steps; the tokens they lead to are the same."""
+    """Rows of different ranks in the same steps give the tokens that merged weights give."""
     path = save(make_model(*NATIVE["llama3"]), tmp_path / "llama3")
     pairs = [adapter_of(path, tmp_path / f"adapter{seed}", seed=seed) for seed in (1, 2)]
     named = ",".join(f"a{index}={adapter}" for index, (adapter, _) in enumerate(pairs))

@@ -1,4 +1,4 @@
-"""Paged attention against the reference in float64, and its bits against itself."""
+"""Paged attention against the reference in float64, and its bits under different batching."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from pagoda_worker.kernels.triton import plan as planning
 from pagoda_worker.kernels.triton.ops import TritonKVCache, TritonOps
 from pagoda_worker.kernels.triton.plan import Tiles
 
-# New tokens and context: length 1, ends of blocks, tiles and splits and one beyond, chunks with and without a past.
+# New tokens and context: length 1; ends of blocks, tiles and splits, and one beyond; chunks with and without a past.
 RAGGED = [(1, 1), (1, 16), (5, 17), (1, 64), (1, 65), (40, 40), (1, 257), (3, 514), (1, 256)]
 SHORT = [(1, 1), (20, 33), (1, 70)]
 
 
 def fill(ops: TritonOps, keys: torch.Tensor) -> TritonKVCache:
-    """keys [num_blocks, block_size, 2, Hkv, D] as the cache of one layer."""
+    """A one-layer cache with keys [num_blocks, block_size, 2, Hkv, D]."""
     shape = KVShape(num_layers=1, num_kv_heads=keys.shape[3], head_dim=keys.shape[4], dtype=keys.dtype)
     kv = ops.new_kv_cache(shape, keys.shape[0], keys.shape[1])
     kv.storage[0].copy_(keys.permute(2, 0, 3, 1, 4))
@@ -47,7 +47,7 @@ def compare(
     block_size: int = 16,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """What `ops` computes in `dtype` for rows of (new tokens, context length) against the reference in float64."""
+    """Compare `ops` in `dtype` with the reference in float64, for rows of (new tokens, context length)."""
     needed = [-(-context // block_size) for _, context in rows]
     order = torch.randperm(sum(needed)).tolist()
     batch = batch_of(
@@ -104,7 +104,7 @@ def test_sinks_without_anything_else() -> None:
 
 
 def test_one_line_of_latents_for_all_heads() -> None:
-    """As long as those of DeepSeek's models, and longer than any other head."""
+    """Heads as long as those of DeepSeek's models, the longest of all."""
     compare(splitting, [(1, 1), (3, 20), (1, 300)], shape_of(5, 1, 576), torch.bfloat16)
     compare(walking, [(9, 70)], shape_of(5, 1, 576), torch.float32)
 
@@ -112,14 +112,14 @@ def test_one_line_of_latents_for_all_heads() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("variant", [{}, {"window": 70, "softcap": 5.0}])
 def test_bits_depend_on_nothing_but_the_row(variant: dict[str, float], dtype: torch.dtype) -> None:
-    """Tokens of a row of 300 as decodes and chunks, in low and high tiles, walked and split, alone and together."""
+    """Tokens of a row of 300, as decodes and chunks, in low and high tiles, walking or splitting, alone and batched."""
     shape, length = shape_of(3, 1, 80, **variant), 300
     query = (torch.randn(length, 3, 80) * 2).to(dtype).to(DEVICE)
     keys = torch.randn(24, 16, 2, 1, 80).to(dtype)
     blocks = torch.randperm(24)[:19].tolist()
 
     def run(ops: TritonOps, chunks: list[tuple[int, int]]) -> torch.Tensor:
-        """Chunks [start, end) of the row, each as a row of its own."""
+        """Run chunks [start, end) of the row, each as a separate row."""
         kv = fill(ops, keys)
         batch = moved(batch_of([(end - start, end, blocks) for start, end in chunks], 16))
         return ops.attend(torch.cat([query[a:b] for a, b in chunks]), kv, 0, ops.plan(batch, kv), shape)
@@ -137,7 +137,7 @@ def test_bits_depend_on_nothing_but_the_row(variant: dict[str, float], dtype: to
 
 @pytest.mark.parametrize("variant", [{}, {"window": 300}])
 def test_a_plan_made_for_bounds_serves_all_lengths(variant: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a recording has it: lengths and blocks change in place, and two programs share the splits of a row."""
+    """As in a recording: lengths and blocks change in place, and two programs share the splits of a row."""
     monkeypatch.setattr(planning, "WAVES", 1)
     ops, shape = TritonOps(DEVICE, Tiles(low=16, high=64, fill=7)), shape_of(4, 2, 64, **variant)
     kv = fill(ops, torch.randn(50, 16, 2, 2, 64))
@@ -155,7 +155,7 @@ def test_a_plan_made_for_bounds_serves_all_lengths(variant: dict[str, float], mo
 
 
 def test_what_lies_beyond_a_row_is_never_read() -> None:
-    """Cells that no token of the row has written hold NaN."""
+    """Cache cells that no token of the row has written hold NaN."""
     shape = shape_of(2, 1, 64)
     keys = torch.full((4, 16, 2, 1, 64), torch.nan)
     keys[[1, 3]] = torch.randn(2, 16, 2, 1, 64)
@@ -169,7 +169,7 @@ def test_what_lies_beyond_a_row_is_never_read() -> None:
 
 @pytest.mark.parametrize("ops", [walking, splitting], ids=["walking", "splitting"])
 def test_what_a_window_lets_go_is_never_read(ops: TritonOps) -> None:
-    """Entries behind it name a block of NaN, as they may name another row's."""
+    """Table entries behind the window name a block of NaN, since they may by then name another row's block."""
     shape, rows = shape_of(2, 1, 64, window=20), [(1, 200), (5, 130)]
     keys = torch.randn(23, 16, 2, 1, 64)
     keys[0] = torch.nan

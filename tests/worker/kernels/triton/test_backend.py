@@ -1,4 +1,4 @@
-"""The back end as a whole: who chooses it, what its self-check finds, and a model computed by it."""
+"""The back end as a whole: when it is chosen, what its self-check finds, and a model computed by it."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_whatever_is_raised_while_loading_another_back_end_serves(
 
 
 def test_only_tiles_that_fit_the_device_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """High tiles ask for too much memory here: the lowest serve."""
+    """High tiles need too much memory here, so the lowest are used."""
 
     class Small(TritonOps):
         def attend(self, query: torch.Tensor, *operands: Any) -> torch.Tensor:
@@ -277,7 +277,7 @@ def test_what_it_cannot_do_is_said() -> None:
 
 @dataclass(frozen=True)
 class OneCache:
-    """What moving blocks wants of a loaded model."""
+    """The parts of a loaded model that moving blocks needs."""
 
     ops: TritonOps = walking
     device: torch.device = DEVICE

@@ -1,4 +1,4 @@
-"""The interpreter forgives what the compiler does not: every launch is compiled to machine code, which needs no GPU."""
+"""The interpreter accepts what the compiler rejects, so every launch is compiled to machine code; this needs no GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KERNELS = {
     "rope_write_kernel", "shrink_kernel", "expand_kernel", "place_kernel", "product_kernel", "combine_kernel",
     "prepare_kernel", "weigh_kernel", "choose_kernel", "report_kernel",
 }  # fmt: skip
-# Capability -> bytes of shared memory that a program may have, as the vendor's tables give them.
+# Capability -> bytes of shared memory that a program may use, from the vendor's tables.
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 
 

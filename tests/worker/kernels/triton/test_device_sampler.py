@@ -1,4 +1,5 @@
-"""Lines on the device are right whatever rows do; a runner that chooses by them answers as one that asks the host."""
+"""The device sampler keeps one line per row: its lines are right whatever happens to rows, and a runner that samples on
+the device gives the same results as one that samples on the host."""
 
 from __future__ import annotations
 
@@ -42,11 +43,11 @@ MANNERS: list[dict[str, Any]] = [
     {"temperature": 0.0, "allowed_token_ids": (1, 2, 3), "bad_words_token_ids": BAD_WORDS, "presence_penalty": 1.0},
     {"temperature": 50.0, "frequency_penalty": -1.0},
 ]
-BY_HOST = {"temperature": 1.0, "top_p": 0.9, "prompt_logprobs": 1}  # what waits is the step, not the choice
+BY_HOST = {"temperature": 1.0, "top_p": 0.9, "prompt_logprobs": 1}  # the step waits for the host, the sampling does not
 
 
 class OnDevice:
-    """A TritonSampler where the kernels run, for logits that are here."""
+    """A TritonSampler on the kernels' device, for logits on the host."""
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         self.uploads: list[int] = []
@@ -73,13 +74,13 @@ def row(row_id: int, prior: Sequence[int] = (), **params: Any) -> Row:
 
 
 def copy_of(given: Row) -> Row:
-    """What the host would sample by, in a state of its own."""
+    """The row as the host would sample it, with its own state."""
     new = new_row(given.row_id, [], [], num_prompt_tokens=3, params=given.params, seed=given.seed)
     return Row.of(new, given.tokens.array.copy(), np.zeros(0, np.int64))
 
 
 def step(sampler: OnDevice, rows: list[Row], number: int, vocab: int = 64) -> list[int]:
-    """One step, as the host and the device have it; the rows take their tokens."""
+    """Run one step on the host and on the device and compare; append the tokens to the rows."""
     logits = 2 * torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(number))
     expected = host.sample(logits.clone(), [copy_of(one) for one in rows])
     assert sampler.takes(rows)
@@ -92,7 +93,7 @@ def step(sampler: OnDevice, rows: list[Row], number: int, vocab: int = 64) -> li
 
 
 def same(got: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Equal, but for the last bits of log-probabilities."""
+    """Equal, except for the last bits of log-probabilities."""
     return [_without_logprobs(one) for one in got] == [_without_logprobs(one) for one in expected] and np.allclose(
         [value for one in got for value in _logprobs(one)], [value for one in expected for value in _logprobs(one)],
         rtol=1e-6, atol=1e-6,
@@ -141,7 +142,7 @@ def test_a_row_that_comes_uploads_its_own_line_alone() -> None:
 
 
 def test_bad_words_are_written_when_they_come_near() -> None:
-    """The last output decides on the device; what is before it, when it changes what may come, on the host."""
+    """The device checks the last output itself; the host updates the line when the outputs before it matter."""
     rows = [row(0, temperature=0.0, allowed_token_ids=(1, 2), bad_words_token_ids=((2, 2, 2, 1), (1, 1, 1, 2)))]
     sampler, tokens, writes = OnDevice(2, 64), [], []
     for number in range(12):
@@ -153,7 +154,7 @@ def test_bad_words_are_written_when_they_come_near() -> None:
 
 
 def test_a_line_goes_to_whoever_needs_it_next() -> None:
-    """More rows than lines, in turns: whoever comes back is written anew, with all it has put out so far."""
+    """More rows than lines, in turns: a row that returns is uploaded again, with all its outputs so far."""
     sampler = OnDevice(3, 64)
     rows = [row(i, **MANNERS[i]) for i in range(8)]
     for number in range(16):
@@ -167,7 +168,7 @@ def test_the_line_least_recently_used_is_taken() -> None:
         step(sampler, rows, number)
     sampler.uploads.clear()
     step(sampler, [one, three, four], 5)
-    assert len(sampler.uploads) == 1  # two lost its line, the others have theirs
+    assert len(sampler.uploads) == 1  # only row two has lost its line
     step(sampler, [two], 6)
     assert len(sampler.uploads) == 3
 
@@ -235,8 +236,8 @@ def test_what_the_host_has_to_know_first(params: dict[str, Any]) -> None:
     one = row(0, **params)
     one.promise()
     plain.promise()
-    assert sampler.takes([plain])  # where it is in its random stream is known
-    assert not sampler.takes([plain, one])  # its line would have to say what the output is
+    assert sampler.takes([plain])  # its position in the random stream is known
+    assert not sampler.takes([plain, one])  # its line would need the value of the pending output
     one.fulfil(3, 8)
     step(sampler, [one], 0)
     for promises, takes in ((1, True), (2, False)):
@@ -287,7 +288,7 @@ def test_faults_are_the_rows_own() -> None:
 
 
 class Requests:
-    """What an engine core does to a runner, at random: requests come, are preempted and resubmitted, and end."""
+    """Acts as an engine core, at random: requests arrive, are preempted and resubmitted, and end."""
 
     def __init__(self, runner: ModelRunner, seed: int, manners: list[dict[str, Any]]) -> None:
         self.driver = Driver(runner)
@@ -335,7 +336,7 @@ class Requests:
 
 
 def undisturbed(prompt: list[int], manner: dict[str, Any], choice: int, count: int) -> list[RowOutput]:
-    """What the host chooses for one request that has a runner for itself."""
+    """The host's results for one request that has a runner for itself."""
     driver = Driver(fake_runner())
     new, outputs = [driver.add(0, prompt, params=SamplingParams(**manner), seed=7, choice=choice)], []
     while len(outputs) < count:
@@ -347,7 +348,8 @@ def undisturbed(prompt: list[int], manner: dict[str, Any], choice: int, count: i
 @settings(max_examples=4, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_a_runner_answers_as_by_the_host(seed: int, some_wait: bool) -> None:
-    """All manners in one batch, two steps in flight; rows come, go, and come again with what they had."""
+    """All kinds of parameters in one batch, two steps in flight; rows are removed and added again with their
+    outputs."""
     manners = [*MANNERS, BY_HOST] if some_wait else MANNERS
     runner = fake_runner(accelerator=FakeAccelerator(), sampler=OnDevice(len(manners), VOCAB), max_rows=len(manners))
     found = Requests(runner, seed, manners)
@@ -373,7 +375,7 @@ def test_no_step_waits_for_the_one_before_it() -> None:
 
 
 def test_choices_of_a_request_are_their_own() -> None:
-    """Forks: equal rows but for the choice."""
+    """Forks: rows that differ only in their choice."""
     runner = fake_runner(accelerator=FakeAccelerator(), sampler=OnDevice(4, VOCAB))
     driver, params = Driver(runner), SamplingParams(temperature=2.0, frequency_penalty=0.5, logprobs=1)
     new = [driver.add(choice, [4, 4, 8], params=params, seed=7, choice=choice) for choice in range(4)]
@@ -424,7 +426,7 @@ def test_a_reset_runner_starts_anew() -> None:
 
 
 def test_a_model_of_the_back_end_chooses_by_it() -> None:
-    """From start to tokens: real layers, rows that begin one after the other, a step launched ahead."""
+    """From startup to tokens: real layers, rows that begin one after the other, one step launched ahead."""
     runner, _ = start(Device(), walking, config(enforce_eager=True))
     assert isinstance(runner._compute._sampler, TritonSampler)
     runner.warm_up()

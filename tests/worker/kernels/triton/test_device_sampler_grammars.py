@@ -1,4 +1,4 @@
-"""Rows with grammars are sampled on the device, under masks that come as bits, as the host would sample them."""
+"""The device samples rows with grammars, under masks uploaded as bits, as the host would."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def formed(row_id: int, prior: Sequence[int] = (), grammar: str = WORDS, **param
 
 
 def again(one: Row) -> Row:
-    """The same row in a state of its own, as it is computed again after a loss."""
+    """The same row with its own state, as recomputed after a loss."""
     if one.matcher is None:
         return copy_of(one)
     params = msgspec.structs.asdict(one.params)
@@ -63,7 +63,7 @@ def again(one: Row) -> Row:
 
 
 def formed_step(sampler: OnDevice, rows: list[Row], number: int) -> list[Any]:
-    """What the device chooses is what the host does; rows take their tokens, those without one are left out."""
+    """Check that the device chooses as the host does; append the tokens to the rows that got one."""
     logits = 2 * torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(number))
     expected = host.sample(logits.clone(), [again(one) for one in rows])
     assert sampler.takes(rows)
@@ -83,7 +83,7 @@ def test_masks_come_as_bits_in_one_copy_for_all_rows_of_a_step() -> None:
         sampler.uploads.clear()
         formed_step(sampler, rows, number)
         assert sampler.uploads[-1:] == [len(FORMED) * (1 + -(-VOCAB // 32))]
-        assert len(sampler.uploads) <= 2  # and the bad words of one row, where others come near
+        assert len(sampler.uploads) <= 2  # at most also the bad words of one row, when its outputs approach others
     rows = [rows[place] for place in (6, 1, 8, 0)]
     formed_step(sampler, rows, 6)
 
@@ -95,7 +95,7 @@ def test_a_row_with_a_grammar_ends_where_the_host_ends_it() -> None:
         (found,) = formed_step(sampler, [one], len(tokens))
         tokens.append(found.token_id)
     (found,) = formed_step(sampler, [one], 99)
-    assert found.token_id == end()  # after an end, ends alone
+    assert found.token_id == end()  # after an end token, only end tokens
 
 
 def test_nothing_is_left_where_parameters_and_grammar_do_not_meet() -> None:
@@ -120,7 +120,7 @@ def test_a_chosen_line_has_no_mask_of_the_row_before_it() -> None:
 
 @dataclass
 class Steps:
-    """Plans as an engine core makes them, two in flight or with as many drafts as the worker would try."""
+    """Plans as an engine core makes them, with two steps in flight or with as many drafts as the worker would try."""
 
     runner: ModelRunner
     manners: list[dict[str, Any]]
@@ -154,7 +154,7 @@ class Steps:
             self.hints[output.row_id] = min(4, output.num_drafts) if drafting else 0
 
     def play(self, count: int, *, ahead: bool = False, drafting: bool = False) -> list[list[Any]]:
-        """`count` tokens of each row, with what is told of them."""
+        """`count` tokens of each row, with their log-probabilities."""
         pending = deque([self.launch()])
         while min(sum(len(one.token_ids) for one in outputs) for outputs in self.outputs) < count:
             if ahead:
@@ -177,7 +177,7 @@ def runner_of(manners: list[dict[str, Any]], accelerator: FakeAccelerator | None
 
 @pytest.mark.parametrize("way", [{}, {"ahead": True}, {"drafting": True}])
 def test_a_runner_follows_grammars_as_by_the_host(way: dict[str, bool]) -> None:
-    """With others in the batch; the logits of no row come to the host."""
+    """Beside rows without grammars; no row's logits come to the host."""
     manners = [{**params, "grammar": WORDS} for params in FORMED[:5]] + [MANNERS[1], MANNERS[2]]
     expected = Steps(runner_of(manners, None), manners).play(8)
     on_device = runner_of(manners, FakeAccelerator())

@@ -1,4 +1,4 @@
-"""Experts: who is placed where, what their products are, and that a token's bits are its own."""
+"""Experts: how tokens are assigned to them, their products, and that a token's bits do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.kernels.triton.plan import Tiles
 from pagoda_worker.loading.model import native_spec
 
-EXPERTS, CHOSEN, HIDDEN, WIDTH = 5, 2, 104, 72  # neither a multiple of what a program takes at a time
-FEW, ENOUGH = 7, -(-BUSY * EXPERTS // CHOSEN) + 1  # tokens for low tiles, and for high ones
+EXPERTS, CHOSEN, HIDDEN, WIDTH = 5, 2, 104, 72  # no multiples of what a program takes at a time
+FEW, ENOUGH = 7, -(-BUSY * EXPERTS // CHOSEN) + 1  # numbers of tokens for low tiles, and for high ones
 ROUTING = Routing(experts=EXPERTS, chosen=CHOSEN, renormalised=True)
 low, high = (TritonOps(DEVICE, Tiles(low=lines, high=lines, fill=0)) for lines in (16, 64))
 both = TritonOps(DEVICE, Tiles(low=16, high=128, fill=0))
@@ -52,7 +52,7 @@ def case(dtype: torch.dtype, tokens: int, biased: bool = False, shared: bool = F
 
 
 def there(value: Any) -> Any:
-    """On the device, if it is anything."""
+    """The value on the device, or None."""
     if isinstance(value, torch.Tensor):
         return value.to(DEVICE)
     return value if value is None else type(value)(*map(there, value))
@@ -101,7 +101,7 @@ def test_experts_that_are_favoured(tokens: int) -> None:
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_quantised_experts_are_those_of_their_values(form: str) -> None:
-    inputs = 64  # which a group of 4 bits divides
+    inputs = 64  # a 4-bit group divides this
     made = case(torch.float32, FEW)
     made = made._replace(x=made.x[:, :inputs])
     sizes = (2 * WIDTH, inputs), (inputs, WIDTH)
@@ -115,7 +115,7 @@ def test_quantised_experts_are_those_of_their_values(form: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_is_its_own(dtype: torch.dtype) -> None:
-    """Alone, in any company, in any order, in tiles of any height, beside itself."""
+    """Alone, in any batch, in any order, in tiles of any height, next to a copy of itself."""
     made = case(dtype, ENOUGH, biased=True, shared=True)
     packed = packed_by(both, made)
     whole = moe(both, made, packed)
@@ -132,7 +132,7 @@ def test_a_token_is_its_own(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tokens", [FEW, ENOUGH])
 def test_all_tokens_to_one_expert(tokens: int) -> None:
-    """And none to the others but their second choice."""
+    """The other experts get only second choices."""
     made = case(torch.bfloat16, tokens)
     packed, whole = packed_by(both, made), moe(both, made, packed_by(both, made))
     crowded = made._replace(logits=made.logits.clone())
@@ -166,7 +166,7 @@ def test_weights_of_zero_add_nothing_and_equal_logits_are_equal_shares() -> None
 
 @pytest.fixture
 def places_read(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Of every read of an interpreted kernel, the addresses."""
+    """Record the addresses of every read of interpreted kernels."""
     found, load = [], InterpreterBuilder.create_masked_load
 
     def recorded(self: Any, places: Any, mask: Any, *others: Any) -> Any:
@@ -198,7 +198,7 @@ def drawn_ids() -> Iterator[tuple[torch.Tensor, int]]:
     generator = torch.Generator().manual_seed(3)
     for tokens, chosen, experts in [(1, 1, 1), (1, 8, 128), (3, 2, 5), (40, 4, 9), (700, 3, 4), (300, 1, 257)]:
         scores = torch.rand(tokens, experts, generator=generator)
-        scores[tokens // 3 :, : experts // 2] += 1.0  # some have most
+        scores[tokens // 3 :, : experts // 2] += 1.0  # some experts get most tokens
         yield scores.argsort(-1, descending=True)[:, :chosen], experts
     yield torch.full((200, 1), 6), 9
 

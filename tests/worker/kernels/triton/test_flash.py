@@ -1,4 +1,5 @@
-"""flash-attention over Triton's cache, against a fake of the library: what is computed, chosen and refused."""
+"""flash-attention over Triton's cache, against a fake of the library: what it computes, when it is chosen or
+refused."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ RAGGED = [(1, 1), (1, 16), (5, 17), (40, 40), (1, 256), (1, 257), (3, 258), (20,
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
-    """The back end over one version, as it is before it is checked."""
+    """The back end over one version, before its check."""
 
     def open_version(version: int) -> FlashOps:
         fakes_flash.install(monkeypatch, version)
@@ -115,7 +116,7 @@ def test_one_plan_serves_all_steps_of_a_recording(version: int, opened: Callable
 
 
 def decoding(row_id: int, length: int, blocks: list[int]) -> tuple[Row, Chunk]:
-    """The last of so many tokens."""
+    """A decode of the token at this length."""
     row = Row.of(new_row(row_id, [0], blocks), np.zeros(length, np.int64), np.array(blocks, np.int64))
     return row, Chunk(row_id, length - 1, 1, True)
 
@@ -284,7 +285,7 @@ def test_sinks_are_refused_where_they_are_met(
 
 
 class FakeClock:
-    """Milliseconds of triton's prompt and decode step, then of flash's, for one shape after another."""
+    """Times of triton's prompt and decode step, then of flash's, in milliseconds, for one shape after another."""
 
     def __init__(self, *milliseconds: float) -> None:
         self.left = list(milliseconds)
@@ -296,12 +297,12 @@ class FakeClock:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with Triton; trials of a few tokens."""
+    """A device with Triton; trials use a few tokens."""
     monkeypatch.setitem(choose.LOADERS, "triton", lambda *_: (walking, {}))
     monkeypatch.setattr(trial, "problem", lambda *_: "")
     monkeypatch.setattr(trial, "ROWS", 2)
     monkeypatch.setattr(trial, "PROMPT", 6)
-    monkeypatch.setattr(trial, "OUTPUT", 20)  # a request is a prompt and ten decode steps
+    monkeypatch.setattr(trial, "OUTPUT", 20)  # a request is then a prompt and ten decode steps
 
 
 @pytest.mark.usefixtures("quick")
@@ -309,7 +310,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     ("times", "winner"),
     [
         ((5.0, 1.0, 5.0, 0.8), "flash"),  # 15 ms against 13
-        ((5.0, 1.0, 5.0, 0.9), "triton"),  # against 14, which is too close
+        ((5.0, 1.0, 5.0, 0.9), "triton"),  # 15 ms against 14, which is too close
         ((5.0, 1.0, 4.0, 1.1), "triton"),  # prompts are faster, but decodes are slower
         ((5.0, 1.0, 1.0, 1.1), "flash"),
     ],

@@ -1,4 +1,4 @@
-"""What the other tests take for granted of whatever runs the kernels; another version of Triton is judged by these."""
+"""What the other tests assume of whatever runs the kernels; these tests judge new versions of Triton."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dot_kernel(left: Any, right: Any, out: Any, M: tl.constexpr, K: tl.constexpr
 
 @triton.jit
 def mixed_kernel(tall: Any, wide: Any, out: Any, M: tl.constexpr, K: tl.constexpr):
-    """Columns, rows, numbers and single values, of whole numbers and of others."""
+    """Columns, rows, numbers and single values, both integer and floating."""
     rows, columns = tl.arange(0, M)[:, None], tl.arange(0, K)[None, :]
     x, y, one = tl.load(tall + rows), tl.load(wide + columns), tl.load(wide)
     whole = (x * 2 + columns) // 3 % 7 - one.to(tl.int32)

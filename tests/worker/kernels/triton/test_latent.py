@@ -1,4 +1,4 @@
-"""Lines of latents that are kept once, as keys and values: the same bits as kept twice."""
+"""Latents stored once, used as keys and values, give the same bits as latents stored twice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLACES = torch.randperm(NUM_BLOCKS * BLOCK, generator=torch.Generator().manual_s
 
 
 class Lines(NamedTuple):
-    """What `latent_write` is given for a token in every place of a cache."""
+    """Inputs of `latent_write` for a token in every slot of a cache."""
 
     query: torch.Tensor
     latent: torch.Tensor
@@ -57,7 +57,7 @@ def kept(dtype: torch.dtype, planes: int) -> KVShape:
 
 
 def written(ops: Ops, lines: Lines, shape: KVShape) -> tuple[torch.Tensor, Any]:
-    """The queries, turned, and a cache with lines in its last layer."""
+    """The rotated queries, and a cache with latents in its last layer."""
     kv = ops.new_kv_cache(shape, NUM_BLOCKS, BLOCK)
     table = RotaryTable(RopeShape(theta=1e4, head_dim=DIM, turning=TURNS), 512, ops.device)
     rotation = table.at((PLACES % 512).to(ops.device))
@@ -83,7 +83,7 @@ def test_one_plane_has_the_keys_of_two(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ops", [walking, splitting], ids=["walk", "split"])
 def test_what_leads_back_gives_the_same_bits(ops: TritonOps, dtype: torch.dtype) -> None:
-    """Of decodes and of chunks, over one split and over several; it takes nothing of the part that turns."""
+    """For decodes and chunks, over one split and several; the projection ignores the rotated dimensions."""
     lines, shape = drawn(dtype), shape_of(HEADS, 1, DIM)
     tables = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist()
     batch = moved(batch_of([(1, 300, tables[:19]), (9, 70, tables[19:]), (1, 1, tables[:1])], BLOCK))
@@ -96,19 +96,19 @@ def test_what_leads_back_gives_the_same_bits(ops: TritonOps, dtype: torch.dtype)
     weight[:, :, DIM // 2 : (DIM + TURNS) // 2] = 0.0
     outward = ops.pack_heads(weight.to(DEVICE, dtype))
     once, twice = attended
-    assert not torch.equal(once, twice)  # of what turns
+    assert not torch.equal(once, twice)  # in the rotated dimensions
     assert torch.equal(ops.head_linear(once, outward), ops.head_linear(twice, outward))
 
 
 class OneCache(NamedTuple):
-    """What moving blocks wants of a loaded model."""
+    """The parts of a loaded model that moving blocks needs."""
 
     ops: TritonOps = walking
     device: torch.device = DEVICE
 
 
 def test_blocks_of_one_plane_move() -> None:
-    """To the reference and back, in swap blocks and back, and within a cache."""
+    """To the reference and back, out to swap blocks and back, and within a cache."""
     shape = kept(torch.float32, 1)
     _, kv = written(walking, drawn(torch.float32), shape)
     before, loaded = kv.storage.clone(), OneCache()
@@ -131,9 +131,9 @@ def test_blocks_of_one_plane_move() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ops", [walking, splitting], ids=["walk", "split"])
 def test_a_model_has_the_same_logits(ops: TritonOps, dtype: torch.dtype) -> None:
-    """A prompt in two chunks and decodes, beside another row."""
+    """A prompt in two chunks, then decodes, beside another row."""
     spec = native_spec("DeepseekV3ForCausalLM", DEEPSEEK)
-    spec = replace(spec, names=replace(spec.names, expert_inputs_first=False))  # which is a checkpoint's to turn
+    spec = replace(spec, names=replace(spec.names, expert_inputs_first=False))  # only checkpoints store them so
     model = decoder_of(spec, ops, dtype)
     (group,) = model.kv_groups
     assert group.planes == 1

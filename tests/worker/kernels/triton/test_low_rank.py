@@ -1,4 +1,5 @@
-"""What adapters add beside the layers of this back end: near float64, and to a line the same bits in any company."""
+"""LoRA terms that adapters add to this back end's layers: close to float64, and the same bits for a line in any
+batch."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from pagoda_worker.kernels.ops import Added, LowRank
 from pagoda_worker.kernels.triton import low_rank
 from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots
 
-OUTPUTS = 150  # which end within a tile of columns
-INPUTS = low_rank.SPLITS * low_rank.PIECE + 54  # more than one piece for some splits, and an end within a piece
+OUTPUTS = 150  # no multiple of a tile of columns
+INPUTS = low_rank.SPLITS * low_rank.PIECE + 54  # some splits have more than one piece, and the last piece is partial
 RANKS = (1, 3, 8, 16, 64)
 LINES = 2 * low_rank.LINES + 5
 
 
 class Case(NamedTuple):
-    """Lines x [T, K] and the y [T, N] that is added to, adapters, and which line has which."""
+    """Lines x [T, K], the y [T, N] that is added to, the adapters, and each line's slot."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -38,7 +39,7 @@ def adapter(rank: int, inputs: int, dtype: torch.dtype) -> LowRank:
 
 
 def case(dtype: torch.dtype, *, inputs: int = INPUTS, lines: int = LINES, ranks: tuple[int, ...] = RANKS) -> Case:
-    """With lines of all adapters in every tile, of one that adds nothing here, and of none."""
+    """A case whose tiles mix lines of every adapter, of one that adds nothing here, and of none."""
     adapters = [*(adapter(rank, inputs, dtype) for rank in ranks), None]
     slots = [index % (len(adapters) + 1) - 1 for index in range(lines)]
     random.Random(1).shuffle(slots)
@@ -46,7 +47,7 @@ def case(dtype: torch.dtype, *, inputs: int = INPUTS, lines: int = LINES, ranks:
 
 
 def added(case: Case, lines: list[int], held: dict[int, int], rank: int = 64, count: int = 0) -> torch.Tensor:
-    """These lines of a case with what is added; `held`: at which slot an adapter stands here, if not at its own."""
+    """The given lines with their LoRA terms added; `held` maps adapters to slots other than their own."""
     slots = low_rank.new_slots(case.y.to(DEVICE), count or len(case.adapters), rank)
     for index, factors in enumerate(case.adapters):
         if (slot := held.get(index, index)) >= 0:
@@ -58,7 +59,7 @@ def added(case: Case, lines: list[int], held: dict[int, int], rank: int = 64, co
 
 
 def bits(y: torch.Tensor) -> torch.Tensor:
-    """By which numbers that are none compare, and zeros of both signs."""
+    """The bits of y as integers, so that NaN compares equal and zeros of different sign do not."""
     return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
 
 
@@ -88,7 +89,7 @@ def _lines_of(made: Case, slot: int) -> list[int]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_line_has_the_same_bits_in_any_company_and_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, in any order, with any others, at any slot, with more room for ranks, and however tiles are shared out."""
+    """Alone, in any order, with any others, in any slot, with room for larger ranks, however tiles are divided."""
     made = case(dtype)
     whole, rng = bits(added(made, [*range(LINES)], {})), random.Random(2)
     for line in range(0, LINES, 6):
@@ -102,7 +103,7 @@ def test_a_line_has_the_same_bits_in_any_company_and_order(dtype: torch.dtype, m
 
 
 def test_a_line_does_not_notice_what_other_lines_and_adapters_hold() -> None:
-    """Numbers that are none, ranks, and adapters that are not there any more."""
+    """NaN and infinities, other ranks, and adapters that have been removed."""
     made = case(torch.bfloat16)
     expected = bits(added(made, [*range(LINES)], {}))
     spoilt = _lines_of(made, 4)
@@ -133,7 +134,7 @@ def test_an_empty_batch_is_none() -> None:
 
 
 def test_there_may_be_more_adapters_than_lines_of_a_tile() -> None:
-    """As many as there are lines, and as are there beside them."""
+    """There are as many adapters in use as lines, and more that are not in use."""
     ranks = tuple(1 + index % 5 for index in range(LINES + 3))
     made = case(torch.float32, inputs=24, ranks=ranks)._replace(slots=random.Random(3).sample(range(LINES), LINES))
     expected = made.y.double()
@@ -146,7 +147,7 @@ def test_there_may_be_more_adapters_than_lines_of_a_tile() -> None:
 
 
 def test_a_slot_that_is_given_away_adds_what_its_new_adapter_adds() -> None:
-    """Also where somebody has its place already, as what is recorded has."""
+    """Also where the slots' tensors stay in place, as a recording requires."""
     made = case(torch.bfloat16, ranks=(64, 3))
     slots = low_rank.new_slots(made.y.to(DEVICE), 1, 64)
     tokens = torch.tensor([0, NO_ADAPTER, 0], device=DEVICE)
@@ -163,7 +164,7 @@ def test_a_slot_that_is_given_away_adds_what_its_new_adapter_adds() -> None:
 
 
 def test_an_output_reads_the_ranks_of_its_part() -> None:
-    """Parts begin within a tile of columns, and one has none: what else is in `low` is not looked at."""
+    """Parts begin within a tile of columns, and one has no ranks: the other columns of `low` are ignored."""
     made = case(torch.float32, ranks=(7,))
     factors, spans = made.adapters[0], torch.zeros(OUTPUTS, 2, dtype=torch.int32)
     assert factors is not None

@@ -29,10 +29,10 @@ from pagoda_worker.step.graphs import Graphed
 from pagoda_worker.step.runner import ModelRunner
 
 MAX_LEN, NUM_BLOCKS, MAX_ROWS = 2 * SPLIT, 40, 3  # a recording is made for two splits
-MAX_TOKENS = 96  # of a step: what two prompts have, and a high tile and part of another
+MAX_TOKENS = 96  # per step: two prompts, or a high tile and part of another
 PROMPTS = [(47, 8), (33, 8), (1, 6), (33, 8)]  # tokens, outputs; the second and the last are forks of one
-REPLAYS = 9  # of the steps, what happens to rows leaves so many to be decodes alone
-# A softcap of scores and of logits, and a scaled embedding, are what a recording may stumble over besides.
+REPLAYS = 9  # steps left that only decode, given what happens to the rows
+# Softcaps of scores and logits and a scaled embedding might also break a recording.
 SHAPE: dict[str, Any] = {
     "num_heads": 2,
     "num_kv_heads": 1,
@@ -47,7 +47,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-# Chunks of one block, of which rows begin several; experts, and queries that grow.
+# Attention chunks of one block, several of which a row spans; experts, and position-scaled queries.
 LLAMA4: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "intermediate_size_mlp": 48, "head_dim": 16,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": MAX_LEN,
@@ -59,7 +59,7 @@ QWEN3_MOE: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": MAX_LEN,
     "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "hidden_act": "silu", "rms_norm_eps": 1e-6,
 }  # fmt: skip
-# Latents, which are kept once.
+# Latents, stored once.
 DEEPSEEK: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 24, "hidden_act": "silu",
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": MAX_LEN,
@@ -70,8 +70,8 @@ DEEPSEEK: dict[str, Any] = {
 FIELDS = {"Llama4ForCausalLM": LLAMA4, "Qwen3MoeForCausalLM": QWEN3_MOE, "DeepseekV3ForCausalLM": DEEPSEEK}
 
 
-RANKS = (5, 16)  # of two adapters, for every matrix
-ADAPTERS = [ONE, TWO, None, TWO]  # of the choices
+RANKS = (5, 16)  # of the two adapters, for every matrix
+ADAPTERS = [ONE, TWO, None, TWO]  # of each choice
 
 
 def add_adapters(model: Decoder) -> None:
@@ -89,7 +89,7 @@ def loaded_by(ops: Ops, architecture: str = "", adapted: bool = False) -> Loaded
             add_adapters(model)
     else:
         spec = native_spec(architecture, FIELDS[architecture])
-        spec = replace(spec, names=replace(spec.names, expert_inputs_first=False))  # which is a checkpoint's to turn
+        spec = replace(spec, names=replace(spec.names, expert_inputs_first=False))  # only checkpoints store them so
         model = decoder_of(spec, ops, torch.float32)
     return LoadedModel(
         model=model, kv_groups=model.kv_groups, ops=ops, dtype=torch.float32, device=ops.device, vocab_size=VOCAB,
@@ -112,7 +112,7 @@ def choices() -> list[Choice]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """By the reference back end, on the host, undisturbed."""
+    """The undisturbed result of the reference back end on the host."""
     with torch.inference_mode():
         runner = ModelRunner(loaded_by(reference), NUM_BLOCKS, config())
         return Engine(runner, choices(), random.Random(1)).run()
@@ -143,7 +143,7 @@ def test_tokens_are_those_of_the_reference(
 def test_rows_of_many_adapters_and_of_none_are_replayed_together(
     expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose adapter a line has, and what it adds, the device finds out by itself in every step."""
+    """In every step the device itself looks up each line's adapter and what it adds."""
 
     def asked() -> list[Choice]:
         return [replace(one, adapter=adapter) for one, adapter in zip(choices(), ADAPTERS, strict=True)]
@@ -169,7 +169,7 @@ def test_rows_of_many_adapters_and_of_none_are_replayed_together(
 def test_steps_are_replayed_that_look_at_what_they_are_given(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which blocks a chunk has, how long it is, and who goes to which expert, the device finds out in every step."""
+    """In every step the device itself looks up a chunk's blocks, its length, and the experts of each token."""
     with torch.inference_mode():
         undisturbed = Engine(
             ModelRunner(loaded_by(reference, architecture), NUM_BLOCKS, config()), choices()[:2], random.Random(1)

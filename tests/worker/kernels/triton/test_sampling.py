@@ -1,7 +1,7 @@
 """The device's tokens and log-probabilities against the sampler's.
 
-Both follow one definition in different arithmetic, so a draw or a top_p within BORDER of a border between two tokens
-may fall on either side of it: such a row may have what the sampler gives for either.
+Both follow one definition in different arithmetic. If a draw or a top_p lies within BORDER of a border between two
+tokens, it may fall on either side: for such a row, either of the sampler's results is accepted.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pagoda_worker.sampling.philox import uniform
 from pagoda_worker.sampling.sampler import Fault, Sample, draw_token
 from pagoda_worker.sampling.sampler import sample as sample_on_host
 
-BORDER = 1e-7  # of the mass
+BORDER = 1e-7  # relative to the total mass
 
 
 def chosen(logits: np.ndarray, rows: list[Row]) -> list[Sample | Fault]:
-    """What the device chooses for rows it sees for the first time."""
+    """The device's choices for rows that it sees for the first time."""
     sampler = TritonSampler(len(rows), logits.shape[1], DEVICE, lambda host: host.to(DEVICE))
     assert sampler.takes(rows)
     found = sampler.sample(torch.from_numpy(logits.copy()).to(DEVICE), rows)
@@ -48,7 +48,7 @@ def changed(params: SamplingParams, top_p: float) -> SamplingParams:
 
 
 def acceptable(logits: np.ndarray, r: Row) -> set[int]:
-    """The sampler's token, and those it gives within BORDER of this draw and this top_p."""
+    """The sampler's token, and its tokens for a draw or top_p within BORDER of this one."""
     z = logits.copy()
     if r.processing is not None:
         r.processing.apply(z, r.outputs)
@@ -87,7 +87,7 @@ def test_filters(step: float) -> None:
 
 
 def test_draws_cover_the_distribution() -> None:
-    """One row in 40 draws of one distribution with two groups of ties."""
+    """One row in 40 draws one distribution with two groups of ties."""
     logits = np.tile(np.float32([1, 2, 2, 0, 2, 1, -np.inf, 3]), (40, 1))
     rows = [row(seed=seed) for seed in range(40)]
     check(logits, rows)
@@ -127,7 +127,7 @@ def test_vocabularies_of_several_slices_and_none_that_is_whole(vocab: int) -> No
 
 def test_extreme_logits() -> None:
     z = np.zeros((9, 70), np.float32)
-    z[1, ::2] = -0.0  # one zero of the two, lowest id first
+    z[1, ::2] = -0.0  # negative zero equals zero; the lowest id wins
     z[2] = -np.inf
     z[2, 9] = -5
     z[3, 8] = np.nan
@@ -160,7 +160,7 @@ def test_greedy_rows_alone_take_the_same_way() -> None:
 def test_logprobs_and_ranks(vocab: int, step: float, num_top: int) -> None:
     logits = np.stack([random_logits(i, vocab, step=step) for i in range(4)])
     logits[1, 3:] -= 500  # the rest has no mass
-    logits[2] *= 0  # nothing but ties
+    logits[2] *= 0  # all tied
     logits[3, ::3] = -np.inf
     ids = [0, 2, vocab - 1, int(logits[3].argmax())]
     given = torch.from_numpy(logits).to(DEVICE)
@@ -185,7 +185,7 @@ def test_two_zeros_are_one_in_the_order() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 def test_a_report_on_no_numbers_touches_no_other(bad: float) -> None:
-    """Nothing is said of what it says, but its neighbours' lines are theirs."""
+    """The report on the bad row is ignored, but its neighbours' reports are unaffected."""
     logits = np.stack([random_logits(i, 100) for i in range(3)])
     expected = report(torch.from_numpy(logits).to(DEVICE), torch.tensor([1, 0, 2], device=DEVICE), 4)
     for places in (slice(None), slice(0, None, 2)):

@@ -1,4 +1,4 @@
-"""What a step asks of the compiler was asked before the first request: no kernel is compiled while serving."""
+"""Every kernel variant that a step needs is compiled before the first request: nothing is compiled while serving."""
 
 from __future__ import annotations
 
