@@ -1,4 +1,4 @@
-"""A batch on a stack of which every process is killed, over and over, and which is started again on the same store."""
+"""Run a batch on a stack whose processes are all killed, again and again; each time it restarts on the same store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.faults.stack import NAME, kill
 from tests.faults.streams import Report
 
 URL = "/v1/completions"
-ASKED = 8  # different requests, of which every line is one
+ASKED = 8  # number of different requests; each line repeats one of them
 END_S = 1800.0
 LONG = {"ignore_eos": True}
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -26,8 +26,8 @@ def request(number: int) -> dict[str, Any]:
 
 
 def kill_everything_under_a_batch(directory: Path, *, lines: int = 1000, kills: int = 10) -> Report:
-    """Every process dies as soon as a share of the lines is answered. Every line must be answered once, as requests
-    are."""
+    """Kill every process whenever another share of the lines is answered. Every line must be answered exactly once,
+    with the answer that the same request gets outside a batch."""
     report, batch_id, oracle, done = Report(f"{kills} kills of everything, {lines} lines"), "", list[str](), 0
     options = (*NAME, "--store", f"sqlite://{directory}/store.db", "--max-batch-requests", "8")
     for life in range(kills + 1):
@@ -60,7 +60,7 @@ def _submitted(client: openai.OpenAI, lines: int) -> str:
 
 
 def _until(client: openai.OpenAI, batch_id: str, least: int) -> int:
-    """Wait for so many lines, all of them to the end; how many there are then."""
+    """Wait until `least` lines are answered, or the batch has ended; return the number of answered lines."""
     deadline = time.monotonic() + END_S
     while time.monotonic() < deadline:
         batch = client.batches.retrieve(batch_id)
@@ -73,7 +73,7 @@ def _until(client: openai.OpenAI, batch_id: str, least: int) -> int:
 
 
 def _kill_all(stack: Stack) -> None:
-    """The supervisor first, that it starts nothing again."""
+    """Kill the supervisor first, so that it restarts nothing."""
     kill(stack.family())
 
 

@@ -1,6 +1,6 @@
-"""Two gateways on one store, two engine cores behind both, workers at each: whoever goes, another one is there.
+"""Two gateways sharing a store, two engine cores behind both, workers at each: any process has a replacement.
 
-The first engine core has a proxy before it, on the side of the gateways and on that of its workers.
+A proxy sits between the first engine core and the gateways, and another between it and its workers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENGINE_CORES, GATEWAYS = ("core-0", "core-1"), ("gateway-0", "gateway-1")
 
 
 def core_of(name: str) -> str:
-    """The engine core of this name, or that a worker belongs to."""
+    """The name of a worker's engine core; an engine core's own name for itself."""
     return next(core for core in ENGINE_CORES if name.startswith(core))
 
 
@@ -53,7 +53,7 @@ class Doubled:
         return self._tiers.directory
 
     def start(self, name: str) -> None:
-        """Any of the processes, by its name."""
+        """Start the process with this name."""
         if name in ENGINE_CORES:
             zmq = f"tcp://127.0.0.1:{self._zmq[name]}"
             self._start(name, "engine-core", f"--listen=127.0.0.1:{self._grpc[name]}", f"--worker-endpoint={zmq}")
@@ -81,20 +81,20 @@ class Doubled:
 
     @property
     def names(self) -> list[str]:
-        """Of what runs now."""
+        """Names of the running processes."""
         return sorted(name for name, process in self._tiers.processes.items() if process.poll() is None)
 
     def family(self) -> list[psutil.Process]:
-        """What runs, and what that has started."""
+        """The running processes and their descendants."""
         members = [self.process(name) for name in self.names]
         return members + [child for member in members for child in member.children(recursive=True)]
 
     def descriptors(self) -> dict[str, int]:
-        """Open files and sockets of each process, by its name."""
+        """Number of open file descriptors by process name."""
         return {name: self.process(name).num_fds() for name in self.names}
 
     def workers(self, core: str) -> list[str]:
-        """Those that take work there; none where nobody answers."""
+        """Ids of the engine core's ready workers; empty if it does not answer."""
         try:
             with self._admin(core) as admin:
                 workers = admin.ListWorkers(pb.ListWorkersRequest(), timeout=30).workers
@@ -103,7 +103,7 @@ class Doubled:
         return [worker.worker_id for worker in workers if worker.state == "ready"]
 
     def rows(self, core: str, names: Sequence[str]) -> int:
-        """What these workers compute now."""
+        """Number of rows that these workers hold now."""
         with self._admin(core) as admin:
             workers = admin.ListWorkers(pb.ListWorkersRequest(), timeout=30).workers
         return sum(worker.num_rows for worker in workers if worker.worker_id in names)
@@ -113,19 +113,19 @@ class Doubled:
             return admin.GetStats(pb.GetStatsRequest(), timeout=30)
 
     def num_moved(self) -> int:
-        """Requests that gateways have submitted again, so far; of those gateways that are up."""
+        """Number of requests resubmitted so far by the gateways that are up."""
         pages = [httpx.get(f"{url}/metrics", timeout=30, verify=NO_TLS).text for url in self.urls if is_ready(url)]
         found = [line for page in pages for line in page.splitlines() if line.startswith(RESUMED)]
         return sum(int(float(line.split()[-1])) for line in found)
 
     def well(self, name: str) -> bool:
-        """Whether the process of this name does its work: a worker and its engine core together, or not at all."""
+        """Whether this process works. A worker and its engine core only count together."""
         if name in GATEWAYS:
             return is_ready(self.urls[GATEWAYS.index(name)])
         return bool(self.workers(core_of(name)))
 
     def whole(self) -> bool:
-        """Every gateway and engine core is up, with a worker at each, and nothing is open."""
+        """Whether every gateway and engine core is up, each engine core has a worker, and no block is in use."""
         if not all(map(is_ready, self.urls)) or not all(map(self.workers, ENGINE_CORES)):
             return False
         try:
@@ -144,7 +144,7 @@ class Doubled:
 
 @contextlib.contextmanager
 def doubled(directory: Path) -> Iterator[Doubled]:
-    """Two of everything, ready."""
+    """Start two of everything and wait until they are ready."""
     with tiers_apart(directory) as tiers, ChaosProxy(tiers.grpc) as gateway_link, ChaosProxy(tiers.zmq) as worker_link:
         place = Doubled(tiers, gateway_link, worker_link, free_port())
         for name in (*ENGINE_CORES, "core-0-a", "core-1-a", *GATEWAYS):

@@ -1,7 +1,7 @@
-"""`pagoda <tier> ..` in which a function raises when it is told to: `python -m tests.faults.failing worker ..`.
+"""`pagoda <tier> ..` with functions that raise on command: `python -m tests.faults.failing worker ..`.
 
-Not a test double of a tier but the tier. What the file named by FAIL_FILE says, decides: `POINT SEED` lets every call
-that is about the request with this seed raise, `POINT once` the next call of all.
+This runs the real tier, not a test double. The file named by FAIL_FILE holds the command: with `POINT SEED`, every call
+for the request with this seed raises; with `POINT once`, the next call raises.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ INSIDE = ("params", "_params", "record", "records", "task", "request", "submissi
 
 
 def about(value: Any, seed: int, depth: int = 8) -> bool:
-    """Whether something in it belongs to the request with this seed."""
+    """Whether `value` contains something that belongs to the request with this seed."""
     if depth == 0 or isinstance(value, str | bytes | int | float | None):
         return False
     if getattr(value, "seed", None) == seed:
@@ -59,7 +59,7 @@ def about(value: Any, seed: int, depth: int = 8) -> bool:
 
 
 def wrap(point: str, order: Path) -> None:
-    """Let the function look into the file before it does anything.
+    """Make the function read the command file before anything else.
 
     Raises:
         AttributeError: there is no such function.

@@ -1,4 +1,4 @@
-"""Any one process of two of everything is asked to leave, is killed, stands still or loses its link: nobody notices."""
+"""One process of two of everything gets SIGTERM, is killed, freezes or loses its link: no client notices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.faults.streams import Flow, Report
 from tests.faults.variants import Answer, Request, disturbed
 
 RECOVERY_S = 240.0
-FLOWING = 60  # events, of all streams together, after which they are under way
+FLOWING = 60  # events over all streams; after these they count as under way
 Oracle = Sequence[tuple[Request, Answer]]
 
 
@@ -28,8 +28,8 @@ def _run(
     timeout_s: float = 240.0,
     max_retries: int = 0,
 ) -> Report:
-    """`act` happens in mid-stream. With `resumes`, streams must be gone on with at the other gateway. Clients ask anew,
-    up to `max_retries` times, where nothing has been told yet."""
+    """Run the requests and `act` in mid-stream. With `resumes`, some stream must resume at the other gateway. Clients
+    retry up to `max_retries` times if they have received nothing yet."""
 
     async def disturb(flow: Flow) -> None:
         if not await flow.more(FLOWING):
@@ -49,7 +49,8 @@ def _run(
 
 
 def asked_to_leave(place: Doubled, name: str, oracle: Oracle) -> Report:
-    """SIGTERM; it ends by itself, well, and is started again. An engine core's requests go to the other one at once."""
+    """SIGTERM: the process must exit by itself with code 0, and is restarted. An engine core's requests must move to
+    the other one."""
     report = Report(f"SIGTERM: {name}")
 
     async def act(flow: Flow) -> None:
@@ -69,7 +70,7 @@ def asked_to_leave(place: Doubled, name: str, oracle: Oracle) -> Report:
 
 
 def streams_of(oracle: Oracle) -> Oracle:
-    """Without those that are no streams: another gateway answers them only once it is certain that nobody is at it."""
+    """Only the streaming requests. Another gateway answers the others only once sure that no gateway runs them."""
     return [(request, expected) for request, expected in oracle if request["stream"]]
 
 
@@ -83,7 +84,8 @@ def killed(place: Doubled, name: str, oracle: Oracle) -> Report:
 
 
 def stopped(place: Doubled, name: str, oracle: Oracle, seconds: float = 10.0) -> Report:
-    """SIGSTOP. A client that hears nothing for half of that time goes elsewhere, and back: the machine may be slow."""
+    """SIGSTOP for `seconds`. A client that receives nothing for half of that time tries the other gateway, and may come
+    back, because the machine may be slow."""
 
     async def act(flow: Flow) -> None:
         await asyncio.to_thread(pause, [place.process(name)], seconds)
@@ -93,7 +95,7 @@ def stopped(place: Doubled, name: str, oracle: Oracle, seconds: float = 10.0) ->
 
 
 def cut(place: Doubled, link: str, oracle: Oracle, seconds: float = 8.0) -> Report:
-    """Nothing passes on the link between the first engine core and its gateways, or its workers, for a while."""
+    """Block the link between the first engine core and the gateways, or its workers, for `seconds`."""
     proxy = place.gateway_link if link == "gateway" else place.worker_link
 
     async def act(flow: Flow) -> None:
@@ -105,7 +107,7 @@ def cut(place: Doubled, link: str, oracle: Oracle, seconds: float = 8.0) -> Repo
 
 
 def scaled(place: Doubled, oracle: Oracle, letters: str = "bcd", *, rests: bool = False) -> Report:
-    """An engine core's workers: 1, more by those of these letters, and 1 again, in mid-stream. With `rests`, clients
+    """Scale an engine core's workers in mid-stream: from 1, add one per letter, then back to 1. With `rests`, clients
     pause between their requests."""
     core = ENGINE_CORES[1]
     more = [f"{core}-{letter}" for letter in letters]

@@ -1,4 +1,4 @@
-"""A TCP proxy that does to links what networks do: hold everything, let a peer vanish, reset, delay, throttle."""
+"""A TCP proxy that injects network faults into links: blackhole, half-open connection, reset, delay, throttling."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from types import TracebackType
 
 FAULTS = ("half-open", "blackhole", "reset", "delay", "throttle")
 DELAY_S = 0.3
-THROTTLED = 64 * 1024  # bytes a second, each way
+THROTTLED = 64 * 1024  # bytes per second in each direction
 ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
 
 
 class _Link:
-    """One connection through the proxy. A vanished one swallows all and never closes, as a peer without power."""
+    """One connection through the proxy. Once vanished, it drops all data and never closes, like a peer that lost
+    power."""
 
     def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
         self.writers = (client, server)
@@ -32,7 +33,7 @@ class _Link:
 
 
 class ChaosProxy:
-    """Listens on `port` of the loopback address and connects to `target_port` there; runs in a thread of its own."""
+    """Forwards `port` to `target_port`, both on the loopback address; runs in a thread of its own."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -41,7 +42,7 @@ class ChaosProxy:
         self._passing = asyncio.Event()
         self._passing.set()
         self._delay_s = 0.0
-        self._bytes_per_s = 0.0  # 0: as many as come
+        self._bytes_per_s = 0.0  # 0: unlimited
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.port = 0
         self.num_links = 0  # accepted so far
@@ -68,7 +69,7 @@ class ChaosProxy:
         self._call(self._passing.set)
 
     def vanish(self) -> None:
-        """What is connected now becomes half-open for good; new links work."""
+        """Make all current links half-open for good; new links work."""
 
         def vanish() -> None:
             for link in self._links:
@@ -83,11 +84,11 @@ class ChaosProxy:
         self._delay_s = seconds
 
     def throttle(self, bytes_per_s: float) -> None:
-        """Of each link and each way; 0 lets everything through. What waits fills the buffers of both ends."""
+        """Limit each link in each direction; 0 lifts the limit. Waiting data fills the buffers of both ends."""
         self._bytes_per_s = bytes_per_s
 
     async def strike(self, fault: str, seconds: float) -> None:
-        """One of FAULTS, for so long where it has a length."""
+        """Inject one of FAULTS; those with a duration last `seconds`."""
         if fault == "half-open":
             self.vanish()
         elif fault == "reset":
@@ -120,7 +121,7 @@ class ChaosProxy:
         link = _Link(writer, far_writer)
         self._links.add(link)
         pumps = asyncio.gather(self._pump(link, reader, far_writer), self._pump(link, far_reader, writer))
-        with contextlib.suppress(asyncio.CancelledError):  # we are closing; asyncio would log it as a fault of ours
+        with contextlib.suppress(asyncio.CancelledError):  # on closing; asyncio would log it as our error
             await pumps
         self._links.discard(link)
         for end in link.writers:

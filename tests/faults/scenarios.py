@@ -1,7 +1,7 @@
-"""What happens to a stack, and what must be true of every stream all the same.
+"""Faults injected into a stack, and what must still hold for every stream.
 
-Each scenario runs seeded requests undisturbed first and then disturbed, and reports. Without a word about refusal it
-allows none but of requests that had not begun.
+Each scenario runs seeded requests first undisturbed, then disturbed, and reports the differences. Unless it says
+otherwise, only requests that have not begun may be refused.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from tests.faults.streams import (
 from pagoda_proto import times
 
 RECOVERY_S = 240.0
-PROBE_S = 0.5  # that the probe itself may take
+PROBE_S = 0.5  # a probe itself may take this long
 DOOMED_SEED = 0xDEAD
-LITTLE_ROOM = ("--max-rows=16", "--max-queued-requests=16")  # for more requests than these, some are refused
-MOST_ROUNDS = 10  # that are begun anew because their streams were too fast for what was to happen beside them
+LITTLE_ROOM = ("--max-rows=16", "--max-queued-requests=16")  # more requests than these are refused
+MOST_ROUNDS = 10  # a round is repeated if its streams ended before the fault
 LONG = 1800  # tokens: the demo model's context, less a prompt
 
 
 class Load(NamedTuple):
-    """How many streams, of half of `max_tokens` to all of them. What goes wrong does so when a few tokens are told, so
-    more of either finds rarer faults, but none of another kind."""
+    """Number of streams, each of `max_tokens` / 2 to `max_tokens` tokens. Faults are injected after the first few
+    tokens, so more streams or tokens find rarer failures but no other kind."""
 
     streams: int
     max_tokens: int
@@ -57,7 +57,7 @@ FULL, LESS, LIGHT = Load(8, 400), Load(4, 400), Load(4, 120)
 
 
 def company(seed: int, load: Load = LESS) -> list[Request]:
-    """What runs while something goes wrong: of one seed always the same, so that each stack tells it once."""
+    """The requests that run during a fault. They depend only on the seed, so each stack computes their oracle once."""
     return make_requests(seed, load.streams, max_tokens=load.max_tokens)
 
 
@@ -72,7 +72,7 @@ def _judge(
     clients: int = 8,
     may_fail: bool = False,
 ) -> Report:
-    """Run and judge the streams, then see that the stack is as it was: ready, and no block in use."""
+    """Run and judge the streams, then check that the stack is ready again and no block is in use."""
     streams = run_streams(place.url, requests, clients=clients, disturb=disturb, again=again)
     report.judge(asyncio.run(streams), oracle, may_fail)
     _recovered(place, report)
@@ -94,7 +94,7 @@ def _kill_one(place: Place, rng: random.Random) -> bool:
 
 
 def kill_every(place: Place, *, seed: int = 0, seconds: float = 60.0, gap_s: float = 2.0, count: int = 16) -> Report:
-    """Worker or engine core, over and over, under streams that follow each other."""
+    """Kill a worker or engine core every `gap_s` seconds while `clients` run one stream after another."""
     rng, report = random.Random(seed), Report(f"a kill every {gap_s:g} s for {seconds:g} s")
     requests = make_requests(seed, count)
     oracle, kills = undisturbed(place.url, requests), 0
@@ -114,7 +114,7 @@ def kill_every(place: Place, *, seed: int = 0, seconds: float = 60.0, gap_s: flo
 
 
 def kills_under_one_stream(place: Place, *, seed: int = 0, kills: int = 10, max_tokens: int = LONG) -> Report:
-    """One long stream; whatever serves it dies as soon as it goes on."""
+    """Run one long stream, and kill a worker or engine core each time it has continued."""
     rng, report = random.Random(seed), Report(f"{kills} kills under one stream")
     [request] = make_requests(seed, 1, choices=[1])
     request["max_tokens"] = max_tokens
@@ -135,7 +135,7 @@ def kills_under_one_stream(place: Place, *, seed: int = 0, kills: int = 10, max_
 
 
 def pauses(place: Place, role: str, seconds: Sequence[float], *, seed: int = 0, load: Load = FULL) -> Report:
-    """Every process of a role (all of the stack's for "") is stopped for a while, over and over."""
+    """Repeatedly SIGSTOP every process of a role (of the whole stack for "") for a while."""
     report = Report(f"{role or 'everything'} stopped {len(seconds)} times")
     requests = company(seed, load)
     oracle = undisturbed(place.url, requests)
@@ -153,7 +153,7 @@ def pauses(place: Place, role: str, seconds: Sequence[float], *, seed: int = 0, 
 def links(
     place: Apart, link: str, fault: str, *, times: int = 10, hold_s: float = 8.0, seed: int = 0, load: Load = FULL
 ) -> Report:
-    """A link ("gateway" or "worker") is half-open, blackholed, reset or slow, over and over."""
+    """Repeatedly inject a fault (see `proxy.FAULTS`) into a link ("gateway" or "worker")."""
     report = Report(f"{link} link: {fault}, {times} times")
     proxy = place.gateway_link if link == "gateway" else place.worker_link
     requests = company(seed, load)
@@ -173,7 +173,7 @@ UNREADY_S = {
     "worker": times.WORKER_DEAD_S + times.LOAD_KEEPALIVE_S,
     "engine-core": times.ENGINE_SILENT_S + times.LOAD_KEEPALIVE_S,
 }
-"""After so long nobody who probes a gateway is told that it is ready, whose only process of that role stands still."""
+"""A gateway's readiness probe must fail this long after its only process of that role froze."""
 
 
 def probes_tell_of_what_stands_still(place: Place, role: str, *, trials: int = 20) -> Report:
@@ -197,7 +197,7 @@ def probes_tell_of_what_stands_still(place: Place, role: str, *, trials: int = 2
 
 
 def probes_under_overload(place: Place, *, seed: int = 0, seconds: float = 30.0, clients: int = 200) -> Report:
-    """Whoever is only busy is ready."""
+    """Readiness probes must succeed on a stack that is merely busy."""
     report = Report(f"probes beside {clients} clients")
     requests = make_requests(seed, clients, max_tokens=200, choices=[1])
     answers: Counter[bool] = Counter()
@@ -215,9 +215,9 @@ def probes_under_overload(place: Place, *, seed: int = 0, seconds: float = 30.0,
 
 
 def storm(place: Place, *, seed: int = 0, seconds: float = 60.0, clients: int = 60) -> Report:
-    """More clients than there is room for, who ask again at once whatever they are told, while the engine core dies.
+    """More clients than the stack admits retry at once, ignoring Retry-After, while the engine core is killed.
 
-    Who is let in is answered as ever, who is not is told when to come, and afterwards all is as it was.
+    Admitted requests must be answered as usual, refused ones must get a Retry-After, and the stack must recover.
     """
     report = Report(f"{clients} clients that ask again at once")
     requests = make_requests(seed, clients, max_tokens=60, choices=[1])
@@ -247,8 +247,8 @@ def storm(place: Place, *, seed: int = 0, seconds: float = 60.0, clients: int = 
 
 
 def last_worker_leaves(place: Apart, *, seed: int = 0, load: Load = FULL) -> Report:
-    """SIGTERM while nobody could go on with its streams: it tells them to their end. What comes meanwhile waits for the
-    next one."""
+    """SIGTERM the only worker: it finishes its streams, since no other worker could continue them. Requests that arrive
+    meanwhile wait for the next worker."""
     report = Report("the last worker leaves")
     requests = company(seed, load)
     oracle, replays = undisturbed(place.url, requests), place.stats().replays
@@ -260,7 +260,7 @@ def last_worker_leaves(place: Apart, *, seed: int = 0, load: Load = FULL) -> Rep
         await asyncio.to_thread(place.wait_until, lambda: not place.children("worker-0"), RECOVERY_S)
         place.start_worker("worker-0")
 
-    half = load.streams // 2  # the others come when it is leaving
+    half = load.streams // 2  # the others start while it is draining
     _judge(place, report, requests, oracle, disturb, clients=half)
     if place.stats().replays != replays:
         report.problems.append("a request was computed again")
@@ -270,7 +270,7 @@ def last_worker_leaves(place: Apart, *, seed: int = 0, load: Load = FULL) -> Rep
 def many_choices(
     place: Place, *, seed: int = 0, count: int = 2000, gap_s: float = 5.0, most_kills: int = 100
 ) -> Report:
-    """Requests for several choices, while something dies now and then."""
+    """Requests for several choices, while a worker or engine core is killed now and then."""
     rng, report = random.Random(seed), Report(f"{count} requests of 2 to 4 choices")
     requests = make_requests(seed, count, max_tokens=40, choices=(2, 3, 4))
     oracle, kills = undisturbed(place.url, requests), 0
@@ -287,7 +287,7 @@ def many_choices(
 
 
 def changed_weights(directory: Path) -> Path:
-    """The demo model with a few bits of one weight changed: equal headers, other tokens."""
+    """A copy of the demo model with some bits of its weights flipped: same headers, other tokens."""
     from pagoda.tools.checkpoints import locate
 
     changed = directory / "changed"
@@ -301,7 +301,7 @@ def changed_weights(directory: Path) -> Path:
 
 
 def other_kernels() -> str:
-    """A back end that `auto` does not take here."""
+    """A kernel back end that `auto` does not choose here."""
     from pagoda_worker.kernels.cpu.build import LIBRARY
 
     return "torch" if LIBRARY.exists() else "reference"
@@ -310,9 +310,9 @@ def other_kernels() -> str:
 def stranger_takes_over_nothing(
     place: Apart, name: str, arguments: Sequence[str], *, seed: int = 0, load: Load = LESS
 ) -> Report:
-    """A worker that would compute other tokens waits when the only right one dies and comes again.
+    """The only matching worker is killed and restarted; a worker with other numerics must not take over its requests.
 
-    What had begun goes on with its own tokens or ends in an error; no token may be of the stranger's making.
+    A begun stream continues with its own tokens or ends in an error; no token may come from the stranger.
     """
     report = Report(f"a worker with {name} takes over nothing")
     requests = company(seed, load)
@@ -340,7 +340,7 @@ def stranger_takes_over_nothing(
 
 
 def one_memory_error(place: Apart, order: Path, *, seed: int = 0, load: Load = FULL) -> Report:
-    """One step of the only worker runs out of memory (see failing); it is computed again."""
+    """One step of the only worker runs out of memory (see failing) and must be recomputed."""
     report = Report("one step runs out of memory")
     requests = company(seed, load)
     oracle = undisturbed(place.url, requests)
@@ -353,7 +353,7 @@ def one_memory_error(place: Apart, order: Path, *, seed: int = 0, load: Load = F
 
 
 def give(order: Path, words: str) -> None:
-    """Written in one go: a process that looks sees all or nothing."""
+    """Write the command file atomically: a reader sees all of it or nothing."""
     draft = order.with_suffix(".draft")
     draft.write_text(words)
     draft.rename(order)
@@ -362,14 +362,14 @@ def give(order: Path, words: str) -> None:
 def one_fails(
     place: Apart, order: Path, point: str, oracle: Sequence[Outcome], *, seed: int = 0, load: Load = LESS
 ) -> Report:
-    """Something raises whenever it is about one request (see failing): that request ends in an error, and the others,
-    of which `oracle` is the undisturbed run, do not notice."""
+    """A function raises whenever it handles one request (see failing): that request must end in an error, and the
+    others, whose undisturbed run is `oracle`, must be unaffected."""
     report = Report(f"failing: {point.rpartition('.')[2]}")
     [doomed] = make_requests(seed + 1, 1, choices=[1])
     doomed |= {"seed": DOOMED_SEED}
     requests = company(seed, load)
     ended: list[Outcome] = []
-    beside = False  # whether the others were still at it when it failed
+    beside = False  # whether the others were still running when it failed
 
     async def disturb(flow: Flow) -> None:
         nonlocal beside

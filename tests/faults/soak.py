@@ -1,8 +1,8 @@
-"""For long, at half load, one thing after another goes wrong with two of everything: every answer is the one that an
-undisturbed stack gives, and in the end nothing is left of it all.
+"""A long run at half load with one fault after another on two of everything: every answer must equal the one of an
+undisturbed stack, and nothing may leak.
 
-What goes wrong is drawn from a seed. Of each pair one is hit at a time, and only while both do their work: two at once
-is more than two of everything promise. What is hit is started again, as a supervisor would.
+Faults are drawn from a seed. They hit one process of a pair at a time, and only while both work: two of everything do
+not promise to survive both failing at once. A process that was hit is restarted, as a supervisor would do.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tests.faults.variants import disturbed
 PROCESSES = (*ENGINE_CORES, "worker of core-0", "worker of core-1", *GATEWAYS)
 LINKS = ("gateway link", "worker link")  # both of the first engine core
 KILL, TERM, STOP = "kill -9", "SIGTERM", "SIGSTOP"
-MOST_S = 12.0  # that something stands still, or a link is bad: longer than anybody is borne
-GAPS_S = (0.5, 6.0)  # between two faults
-CLIENT_S = 30.0  # a client that hears nothing for so long goes elsewhere
-RETRIES = 30  # of who is told to come again
-SPARE_DESCRIPTORS = 12  # that a process may open when it is first asked for something
+MOST_S = 12.0  # duration of a freeze or link fault, at most: longer than any tier tolerates a silent peer
+GAPS_S = (0.5, 6.0)  # least and greatest gap between two faults
+CLIENT_S = 30.0  # a client that receives nothing for this long tries another gateway
+RETRIES = 30  # of a client that is refused with Retry-After
+SPARE_DESCRIPTORS = 12  # a process may open these for its first requests
 
 
 class Fault(NamedTuple):
-    """`seconds` for what has a length; `gap_s` until the next."""
+    """`seconds` is the duration, if it has one; `gap_s` the time until the next fault."""
 
     what: str
     target: str
@@ -47,7 +47,7 @@ class Fault(NamedTuple):
 
 
 def faults(seed: int) -> Iterator[Fault]:
-    """Without end; the same for the same seed."""
+    """An endless sequence of faults, determined by the seed."""
     rng = random.Random(seed)
     while True:
         seconds, gap_s = rng.uniform(0.2, MOST_S), rng.uniform(*GAPS_S)
@@ -58,14 +58,14 @@ def faults(seed: int) -> Iterator[Fault]:
 
 
 class Soak:
-    """`tell` gets a line for each fault. Whatever runs or ran is in `seen`."""
+    """Injects the faults. `tell` gets a line for each; `seen` holds every process that ran so far."""
 
     def __init__(self, place: Doubled, report: Report, tell: Callable[[str], None]) -> None:
         self._place = place
         self._report = report
         self._tell = tell
         self._began = time.monotonic()
-        self._busy: dict[str, asyncio.Task[None]] = {}  # by pair
+        self._busy: dict[str, asyncio.Task[None]] = {}  # by the pair's first name
         self.seen: set[psutil.Process] = set(place.family())
         self.count = 0
 
@@ -105,7 +105,7 @@ class Soak:
         place.start(name)
 
     def _named(self, target: str) -> str:
-        """Workers come and go under names of their own."""
+        """The name of the process to hit. "worker of CORE" means one that runs now, since workers come and go."""
         if not target.startswith("worker"):
             return target
         core = target.removeprefix("worker of ")
@@ -135,7 +135,7 @@ def soak(
 
 
 def _blocks(place: Doubled) -> list[str]:
-    """And whether it is as it was."""
+    """Problems with recovery: processes that are not ready, or blocks still in use."""
     try:
         place.wait_until(place.whole, RECOVERY_S)
     except (TimeoutError, AssertionError) as error:
@@ -161,7 +161,7 @@ def _processes(place: Doubled, seen: set[psutil.Process]) -> list[str]:
 
 
 def tracebacks(place: Doubled) -> set[str]:
-    """Each as the log it is in, and which one of it."""
+    """Each traceback as the name of its log and its number there."""
     found: set[str] = set()
     for log in place.directory.glob("*.log"):
         found |= {f"{log.name}: {i}" for i in range(log.read_text(errors="replace").count("Traceback (most recent"))}

@@ -1,4 +1,4 @@
-"""What is disturbed: `pagoda serve`, or its tiers apart with a proxy on each link."""
+"""The stacks that faults are injected into: `pagoda serve`, or separate tiers with a proxy on each link."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc
 
 NAME = ("--served-model-name", "demo")
-ROLES = ("worker", "engine-core")  # what may die in mid-stream; a gateway takes its clients' connections along
+ROLES = ("worker", "engine-core")  # may be killed in mid-stream; a gateway's death would break client connections
 
 
 class Place(Protocol):
-    """A running stack, from outside."""
+    """A running stack, seen from outside."""
 
     @property
     def url(self) -> str: ...
@@ -39,10 +39,10 @@ class Place(Protocol):
 
 @contextlib.contextmanager
 def served(directory: Path, *arguments: str, workers: int = 1) -> Iterator[Place]:
-    """`pagoda serve`; when it has ended, none of the processes it ever showed may be left.
+    """Run `pagoda serve`; after it ends, none of the processes seen at the start or the end may be left.
 
     Raises:
-        RuntimeError: one of them is.
+        RuntimeError: one of them is left.
     """
     with running_stack(directory, *NAME, *arguments, workers=workers) as stack:
         family = stack.family()
@@ -52,11 +52,11 @@ def served(directory: Path, *arguments: str, workers: int = 1) -> Iterator[Place
         raise RuntimeError(f"processes are left: {left}")
 
 
-DRAIN_S = 600  # on a busy machine streams take their time
+DRAIN_S = 600  # streams are slow on a busy machine
 
 
 class Apart:
-    """One engine core, one gateway, any number of workers, and a proxy on the link of the last two."""
+    """One engine core, one gateway and any number of workers; the engine core has a proxy to either other tier."""
 
     def __init__(self, tiers: Tiers, gateway_link: ChaosProxy, worker_link: ChaosProxy, program: str) -> None:
         self._tiers = tiers
@@ -77,7 +77,7 @@ class Apart:
         self._tiers.start(name, "worker", "--engine", link, "--worker-id", name, *arguments, program=self._program)
 
     def children(self, role: str) -> list[psutil.Process]:
-        """The processes whose name begins with the role."""
+        """The running processes whose name begins with `role`."""
         started = [(name, process) for name, process in self._tiers.processes.items() if process.poll() is None]
         return [psutil.Process(process.pid) for name, process in started if name.startswith(role)]
 
@@ -94,7 +94,7 @@ class Apart:
             return [worker.worker_id for worker in workers if worker.state == "ready"]
 
     def answers(self, worker_id: str) -> int:
-        """How often the engine core took this worker, or refused it."""
+        """How often the engine core accepted or refused this worker."""
         log = (self.directory / "engine-core.log").read_text()
         return log.count(f"refused worker '{worker_id}'") + log.count(f"worker '{worker_id}' joined")
 
@@ -109,7 +109,7 @@ class Apart:
 
 @contextlib.contextmanager
 def apart(directory: Path, *, program: str = "pagoda.cli") -> Iterator[Apart]:
-    """Ready tiers with one worker, named worker-0. `program` is the module that all of them run."""
+    """Start the tiers with one worker, worker-0, and wait until they are ready. All run the module `program`."""
     with tiers_apart(directory) as tiers, ChaosProxy(tiers.grpc) as gateway_link, ChaosProxy(tiers.zmq) as worker_link:
         place = Apart(tiers, gateway_link, worker_link, program)
         addresses = ("--listen", f"127.0.0.1:{tiers.grpc}", "--worker-endpoint", f"tcp://127.0.0.1:{tiers.zmq}")
@@ -130,14 +130,14 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def signal_all(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    """Those that are still there."""
+    """Signal the processes that still exist."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
 
 
 def pause(processes: Sequence[psutil.Process], seconds: float) -> None:
-    """SIGSTOP, and SIGCONT for those that are still there."""
+    """SIGSTOP the processes for `seconds`, then SIGCONT those that still exist."""
     try:
         signal_all(processes, signal.SIGSTOP)
         time.sleep(seconds)

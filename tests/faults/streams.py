@@ -1,8 +1,8 @@
-"""What a client saw of a stream, judged against the same request undisturbed.
+"""Compare what a client received of a stream with the same request on an undisturbed stack.
 
-Requests carry seeds, so the undisturbed run is the oracle: text, token ids, log-probabilities, endings and usage must
-be equal to the last bit, whatever happened underneath. A stream may also be refused before it begins, with a time to
-come back; anything else is a broken promise.
+Requests carry seeds, so the undisturbed run is the oracle: text, token ids, log-probabilities, finish reasons and usage
+must be bit-equal, whatever happened underneath. A stream may also be refused before it begins, with a Retry-After;
+anything else is a failure.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 import httpx
 from tests.e2e.stack import NO_TLS
 
-STREAM_TIMEOUT_S = 300.0  # of silence; pings count as sound
-READING_S = 1.5  # what a client takes for an answer before it asks again
+STREAM_TIMEOUT_S = 300.0  # without any data; pings count as data
+READING_S = 1.5  # a client reads an answer for this long before its next request
 MAX_TRIES = 100
 NO_ENDING = "closed without an ending"
 UNLIMITED = httpx.Limits(max_connections=None)
@@ -33,7 +33,7 @@ Request = dict[str, Any]
 def make_requests(
     seed: int, count: int, *, max_tokens: int = 200, choices: Sequence[int] = (1, 1, 1, 2)
 ) -> list[Request]:
-    """Half of them greedy, half sampled; some with penalties, some with several choices."""
+    """Random requests: about half greedy, half sampled; some with penalties, some with several choices."""
     rng = random.Random(seed)
     return [
         {
@@ -64,7 +64,7 @@ class Choice:
 
 @dataclass
 class Outcome:
-    """One stream. `status` 200 and neither `error` nor `problems`: it ended as it should, in its own words."""
+    """What a client received of one stream. It ended properly with `status` 200 and no `error` or `problems`."""
 
     status: int = 0
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Outcome:
             self.usage = (event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"])
 
     def close(self, done: bool, num_choices: int) -> None:
-        """The connection ended, after `[DONE]` or not."""
+        """Check the stream when its connection has ended; `done`: after `[DONE]`."""
         ended = sum(choice.finish_reason is not None for choice in self.choices.values())
         if done and self.error:
             self.problems.append("[DONE] follows an error")
@@ -115,13 +115,13 @@ class Outcome:
         return f"status {self.status} {self.error} {'; '.join(self.problems)}".strip()
 
 
-Seen = tuple[int, Outcome]  # the request's index and what became of it
+Seen = tuple[int, Outcome]  # the request's index and its outcome
 
 
 @dataclass
 class Report:
-    """Counts of a scenario; `problems` holds one line for whatever must not have happened. `misses` are tokens that
-    were lost, duplicated or different."""
+    """Counts of a scenario. `problems` has one line per failure; `misses` counts tokens lost, duplicated or
+    different."""
 
     name: str
     kinds: Counter[str] = field(default_factory=Counter)
@@ -130,12 +130,12 @@ class Report:
     note: str = ""
 
     def add(self, kind: str, problem: str = "") -> None:
-        """A stream, and what was wrong with it."""
+        """Count a stream, and note its problem if it has one."""
         self.kinds[kind] += 1
         self.problems += [problem] if problem else []
 
     def judge(self, seen: Sequence[Seen], undisturbed: Sequence[Outcome], may_fail: bool = False) -> None:
-        """With `may_fail` a stream may also end in an error that is told."""
+        """Count the outcomes. With `may_fail` a stream may also end in an error event."""
         for index, outcome in seen:
             kind = outcome.kind(undisturbed[index])
             self.kinds[kind] += 1
@@ -150,7 +150,7 @@ class Report:
 
 
 async def stream(client: httpx.AsyncClient, request: Request, flowing: Callable[[], None] = lambda: None) -> Outcome:
-    """Run one request to its end. `flowing` is called with every chunk."""
+    """Run one request to its end. `flowing` is called for every chunk."""
     outcome = Outcome()
     done = False
     try:
@@ -176,11 +176,11 @@ async def stream(client: httpx.AsyncClient, request: Request, flowing: Callable[
 
 
 class Flow:
-    """How many chunks all streams have got so far; others wait for a number of them."""
+    """Counts the chunks that all streams have received; a disturbance can wait for more."""
 
     def __init__(self) -> None:
         self.chunks = 0
-        self.longest_wait_s = 0.0  # for a chunk after another, of whichever stream
+        self.longest_wait_s = 0.0  # longest gap between two chunks of any streams
         self.ended = False
         self._last = math.inf
         self._changed = asyncio.Event()
@@ -196,7 +196,7 @@ class Flow:
         self._changed.set()
 
     async def more(self, chunks: int) -> bool:
-        """Wait until so many more have come; False when the streams ended before."""
+        """Wait for this many more chunks; False if the streams ended first."""
         goal = self.chunks + chunks
         while self.chunks < goal and not self.ended:
             self._changed.clear()
@@ -215,10 +215,10 @@ async def run_streams(
     disturb: Disturbance | None = None,
     again: bool = False,
 ) -> list[Seen]:
-    """Run the requests, `clients` at a time, in order; what was seen of each try, by the request's index.
+    """Run the requests in order, `clients` at a time; return the outcome of each try with the request's index.
 
-    `disturb` runs beside them and is told how they flow. With `again` the requests are taken round and round until it
-    is done, each client reading for a moment what it got; without, each is run once.
+    `disturb` runs concurrently and can follow the progress. With `again` the requests repeat until it is done, and each
+    client pauses after an answer as if to read it; otherwise each request runs once.
     """
     flow, seen = Flow(), list[Seen]()
     waiting = itertools.cycle(enumerate(requests)) if again else iter(enumerate(requests))
@@ -226,7 +226,7 @@ async def run_streams(
 
     async def one_client(client: httpx.AsyncClient) -> None:
         while working and (entry := next(waiting, None)) is not None:
-            for _ in range(MAX_TRIES):  # as clients do: come again when told to
+            for _ in range(MAX_TRIES):  # like real clients, retry after a Retry-After
                 seen.append((entry[0], await stream(client, entry[1], flow)))
                 if (retry_after := seen[-1][1].retry_after) is None:
                     break
@@ -247,19 +247,19 @@ async def run_streams(
     return seen
 
 
-_undisturbed: dict[tuple[str, str], Outcome] = {}  # by stack and request
+_undisturbed: dict[tuple[str, str], Outcome] = {}  # by URL and request
 
 
 def undisturbed(url: str, requests: Sequence[Request]) -> list[Outcome]:
-    """The oracle: every request on a stack that nobody touches, asked once of each stack.
+    """The oracle: the outcome of each request on an undisturbed stack, computed once per stack.
 
     Raises:
-        RuntimeError: one of them did not end well even so.
+        RuntimeError: a request failed although nothing disturbed it.
     """
     known = [(url, json.dumps(request)) for request in requests]
     new = [index for index, one in enumerate(known) if one not in _undisturbed]
     seen = asyncio.run(run_streams(url, [requests[index] for index in new], clients=4))
-    outcomes = dict(seen)  # of a request that was refused first, the last try
+    outcomes = dict(seen)  # the last try, if a request was refused at first
     bad = [outcome.describe() for outcome in outcomes.values() if outcome.kind(outcome) != "identical"]
     if bad:
         raise RuntimeError(f"{len(bad)} undisturbed streams did not end well, the first: {bad[0]}")

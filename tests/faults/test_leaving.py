@@ -1,4 +1,4 @@
-"""Two of everything, and one of them goes: every answer is the one that an undisturbed stack gives."""
+"""With two of everything, one process leaves: every answer must equal the one of an undisturbed stack."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doubled]:
 
 @pytest.fixture(scope="module")
 def oracle(place: Doubled) -> Oracle:
-    """Not long: what happens does so when all of them together have told a few tokens each."""
+    """Short requests suffice: faults are injected after a few tokens of each stream."""
     return asyncio.run(undisturbed(place.urls, max_tokens=200))
 
 
@@ -39,12 +39,12 @@ def check(report: Report) -> None:
 
 @pytest.mark.parametrize("name", ["core-0-a", "core-0", "gateway-0"])
 def test_who_is_asked_to_leave_takes_nothing_along(place: Doubled, oracle: Oracle, name: str) -> None:
-    """An engine core's only worker, an engine core, a gateway."""
+    """SIGTERM for an engine core's only worker, an engine core and a gateway."""
     check(leaving.asked_to_leave(place, name, oracle))
 
 
 def test_workers_come_and_go(place: Doubled, oracle: Oracle) -> None:
-    """Streams follow each other while the new ones start: half of them will do."""
+    """Streams repeat while the new workers start, so half of the requests suffice."""
     check(leaving.scaled(place, oracle[::2], letters="bc", rests=True))
 
 
@@ -57,7 +57,7 @@ def test_a_gateway_that_stands_still_breaks_no_stream(place: Doubled, oracle: Or
 
 
 def test_answers_stay_whole_while_one_thing_after_another_goes_wrong(place: Doubled, oracle: Oracle) -> None:
-    """`make soak` does it for longer."""
+    """A short version of `make soak`."""
     check(soak(place, oracle[::2], 8.0, seed=SEED))
 
 

@@ -1,4 +1,4 @@
-"""The proxy does what it says; the scenarios are worth nothing otherwise."""
+"""The proxy injects the faults it claims to; otherwise the scenarios would prove nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from tests.faults.proxy import ChaosProxy
 
-SILENT_S = 0.3  # nothing may come in this time
+SILENT_S = 0.3  # no data may arrive within this time
 PATIENCE_S = 60.0
 
 

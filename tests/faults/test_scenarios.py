@@ -23,7 +23,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Apart, Path]]:
-    """Tiers that raise on order, and the file that the order goes into."""
+    """Tiers with functions that raise on command, and their command file."""
     directory = tmp_path_factory.mktemp("failing")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FAIL_FILE, str(directory / "order"))
@@ -33,7 +33,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Apart, P
 
 @pytest.fixture(scope="module")
 def tiers(failing: tuple[Apart, Path]) -> Apart:
-    """The same, to which nobody gives an order."""
+    """The same tiers, for tests that give no such command."""
     return failing[0]
 
 
@@ -99,7 +99,7 @@ def test_a_batch_goes_on(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def company(failing: tuple[Apart, Path]) -> list[Outcome]:
-    """The undisturbed run of what runs beside a request that fails."""
+    """The undisturbed outcomes of the requests that run beside a failing one."""
     return undisturbed(failing[0].url, scenarios.company(0, LIGHT))
 
 

@@ -1,4 +1,4 @@
-"""The judge of streams sees what must not happen."""
+"""The comparison of streams detects every failure it should."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One request of every kind that a stream may be of, and all that a client sees of its answer.
+"""One request of every kind, and everything that a client sees of its answer.
 
-Texts, several choices, log-probabilities, penalties, a stop string, a schema, tool calls, a beam search, an adapter;
-greedy and sampled, streamed and whole.
+Plain text, several choices, log-probabilities, penalties, a stop string, a schema, tool calls, a beam search, an
+adapter; greedy and sampled, streamed and not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.faults.streams import Flow, Report
 from pagoda.client.transport import AsyncResumingTransport
 
 Answer = tuple[list[Seen], dict[str, int]]
-ADAPTER = "adapted"  # a model's name
+ADAPTER = "adapted"  # a model name for the LoRA adapter
 USAGE = {"prompt_tokens", "completion_tokens", "total_tokens"}
 TALK: Request = {
     "model": "demo", "messages": [{"role": "user", "content": "Count."}], "stream": True, "max_tokens": 380,
@@ -36,25 +36,25 @@ SEARCH: Request = {
 
 
 def whole(request: Request) -> Request:
-    """The same, not as a stream."""
+    """The same request without streaming."""
     return request | {"stream": False}
 
 
 def variants() -> list[Request]:
-    """Greedy; sampled, of two choices; a schema and a call; a chat; of an adapter; a search."""
+    """Greedy; sampled with two choices; a schema and a tool call; a chat; with an adapter; a beam search."""
     streams = [plain(1), plain(4), formed(4), formed(5), TALK, plain(2) | {"model": ADAPTER}]
     return [*streams, *(whole(request) for request in (plain(3), plain(8), formed(12))), SEARCH]
 
 
 def with_stop(text: str) -> Request:
-    """One that ends by a string in the later half of what it says, which is `text`."""
+    """A chat whose undisturbed text is `text`, with a stop string from the second half of it."""
     places = (i for i in range(len(text) // 2, len(text) - 4) if text.find(text[i : i + 4]) == i)
     at = next(places)
     return TALK | {"stop": [text[at : at + 4], "never said"]}
 
 
 async def answer(client: openai.AsyncOpenAI, request: Request, flowing: Callable[[], None] = lambda: None) -> Answer:
-    """What came of every choice, and the tokens used. `flowing` is called with every event."""
+    """Run a request; return every choice and the usage. `flowing` is called for every event."""
     api: Any = client.chat.completions if "messages" in request else client.completions
     if not request["stream"]:
         told = await api.create(**request)
@@ -83,7 +83,7 @@ def _of_whole(choice: Any) -> Seen:
 
 
 def misses(got: Answer, expected: Answer) -> Counter[str]:
-    """Tokens lost, duplicated (more than there should be) and different; characters, where no tokens were told."""
+    """Count tokens (characters, if the answer has no tokens) that are lost, duplicated (surplus) or different."""
     found: Counter[str] = Counter()
     for seen, due in zip(got[0], expected[0], strict=False):
         new, old = (seen.tokens, due.tokens) if due.tokens else (seen.text, due.text)
@@ -91,12 +91,12 @@ def misses(got: Answer, expected: Answer) -> Counter[str]:
         found["duplicated"] += max(0, len(new) - len(old))
         found["different"] += sum(one != other for one, other in zip(new, old, strict=False))
     if got != expected and not found.total():
-        found["different"] += 1  # in how it was told
+        found["different"] += 1  # differs in something other than its tokens
     return found
 
 
 class Client(httpx.AsyncClient):
-    """Over a transport that resumes. It counts: streams gone on with, and what a server told of trouble."""
+    """A client over the resuming transport. `counted` counts resumed streams and notes a refused resumption."""
 
     def __init__(self, urls: Sequence[str], timeout_s: float = 240.0) -> None:
         self.counted = Counted()
@@ -112,7 +112,7 @@ class Counted(httpx.AsyncHTTPTransport):
     def __init__(self) -> None:
         super().__init__(limits=httpx.Limits(max_connections=None), verify=NO_TLS)
         self.num_resumed = 0
-        self.refused = asyncio.Event()  # one that was to be gone on with
+        self.refused = asyncio.Event()  # a resumption got 503
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         self.num_resumed += "Last-Event-ID" in request.headers
@@ -123,13 +123,13 @@ class Counted(httpx.AsyncHTTPTransport):
 
 
 def shorter(request: Request, max_tokens: int) -> Request:
-    """What has a form ends by that."""
+    """The request with fewer tokens; unchanged if it ends by its schema rather than its length."""
     goes_on = request.get("extra_body", {}).get("ignore_eos")
     return request | {"max_tokens": min(request["max_tokens"], max_tokens)} if goes_on else request
 
 
 async def undisturbed(urls: Sequence[str], max_tokens: int = 400) -> list[tuple[Request, Answer]]:
-    """The requests, and how they are answered where nothing happens."""
+    """The requests and their answers on an undisturbed stack."""
     async with Client(urls) as http:
         client = http.openai(urls[0])
         talk, _ = await answer(client, shorter(TALK, max_tokens))
@@ -149,8 +149,9 @@ async def disturbed(
     timeout_s: float = 240.0,
     max_retries: int = 0,
 ) -> int:
-    """All of them at once, to the first gateway, while something happens; with `again`, round and round until it has,
-    and with `rests` each client pauses for as long as its answer took. How many streams were gone on with."""
+    """Run all requests at once while `disturb` runs; with `again`, repeat them until it is done. They go to the first
+    gateway; with `rests`, clients alternate between gateways and pause for as long as each answer took. Returns the
+    number of resumed streams."""
     flow, over = Flow(), not again
 
     async def ask(client: openai.AsyncOpenAI, number: int) -> None:
