@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pagoda_worker.rows.batch import Batch
 
-LEVELS = 127.0  # the largest whole number; its negative is the smallest
+LEVELS = 127.0  # the largest integer; its negative is the smallest
 SCALE_DTYPE = torch.float32
 
 

@@ -26,7 +26,7 @@ LEAST = 512  # inputs of a segment; shorter ones are slow at int8, where each gr
 
 
 def num_segments(inputs: Sequence[int], heads: Sequence[int]) -> int:
-    """The most segments into which all layers with these inputs can be cut, keeping `heads` heads whole."""
+    """The most segments into which all layers with these inputs, or with inputs of so many whole heads, can be cut."""
     segments = math.gcd(MOST * WIDTH, *inputs, *(WIDTH * count for count in heads)) // WIDTH or 1
     while segments > 1 and min(inputs) < segments * LEAST:
         segments //= 2
