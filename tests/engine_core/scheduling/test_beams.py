@@ -1,4 +1,4 @@
-"""The choice of survivors, against a search that is written down plainly and looks at the whole vocabulary."""
+"""Beam selection, compared with a plain implementation that looks at the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Found = list[tuple[tuple[int, ...], float]]
 
 
 def likelihoods(seed: int, tokens: tuple[int, ...]) -> list[float]:
-    """Of each token of a vocabulary; ties are frequent."""
+    """Log-probability of each vocabulary token after `tokens`; ties are frequent."""
     state = seed
     for token in tokens:
         state = mix(state, token)
@@ -38,7 +38,8 @@ def found_by(search: BeamSearch, seed: int, count: int) -> Found:
 
 
 def plainly(seed: int, width: int, penalty: float, ends: set[int], limit: int) -> Found:
-    """transformers' search: of all ways together, those that end among the first `width`, and `width` that go on."""
+    """transformers' beam search. Of the candidates of all beams, sorted, those among the best `width` that end are
+    kept as results, and the best `width` that do not end continue."""
     running: Found = [((), 0.0)]
     ended: Found = []
     for length in range(1, limit + 1):
@@ -109,7 +110,7 @@ def test_what_is_told_of_tokens_adds_up(
 
 
 def test_fewer_ways_than_beams() -> None:
-    """A vocabulary of two, a search for three: what there is, is found."""
+    """A search of width three over a vocabulary of two still fills its results."""
     search = BeamSearch(3, 1.0, frozenset({0}), 2)
     two = TopLogprobs(-1.0, 1, [0, 1], [-1.0, -2.0])
     while not search.done:

@@ -15,7 +15,7 @@ def names(*numbers: int) -> list[bytes]:
 
 
 def cached(pool: BlockPool, *numbers: int) -> list[int]:
-    """Blocks that hold `numbers` and have no user."""
+    """Cached blocks named `numbers`, with a ref count of 0."""
     blocks = pool.allocate(len(numbers))
     for block, name in zip(blocks, names(*numbers), strict=True):
         pool.register(block, name)
@@ -172,7 +172,7 @@ def test_each_block_is_hashed_once() -> None:
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Tables of blocks come, share, and go; a model of ref counts and names runs beside the pool."""
+    """Allocates, shares and frees block tables, and compares the pool with a model of ref counts and names."""
 
     @initialize(num_blocks=st.integers(1, 12), prefix_cache=st.booleans())
     def start(self, num_blocks: int, prefix_cache: bool) -> None:

@@ -1,4 +1,4 @@
-"""Every book can be falsified, and every falsification is seen."""
+"""`check_invariants` detects an inconsistency in each part of the scheduler's state."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def make_request(num_prompt: int, num_output: int = 0, *, salt: str = "", **para
 
 
 def compute(kv: KvCache, choice: Choice, num_tokens: int) -> Growth:
-    """As if a step had computed up to `num_tokens` and its result were in."""
+    """Act as if a step had computed up to `num_tokens` and its result had arrived."""
     growth = kv.grow(choice, num_tokens)
     choice.num_computed = num_tokens
     choice.launched = True
@@ -36,7 +36,7 @@ def compute(kv: KvCache, choice: Choice, num_tokens: int) -> Growth:
 
 
 def cache_prompt(kv: KvCache, num_prompt: int, *, salt: str = "") -> list[int]:
-    """Blocks that hold a prompt of that length, computed by a request which is gone."""
+    """Blocks that hold a prompt of this length, computed by a request that has ended."""
     choice = make_request(num_prompt, salt=salt).choices[0]
     compute(kv, choice, num_prompt)
     blocks = list(choice.tables[0].ids)
@@ -138,9 +138,9 @@ def test_cost_is_what_leaves_the_free_list() -> None:
 @pytest.mark.parametrize(
     ("num_prompt", "num_output", "num_shared", "copies"),
     [
-        (6, 0, 1, 1),  # the last prompt token is computed again, in a block the sibling goes on writing
+        (6, 0, 1, 1),  # the last prompt token is recomputed, in a block that the sibling still writes
         (8, 0, 1, 1),  # that token is the last of a full block
-        (8, 3, 2, 0),  # with output tokens the prompt's last token is not needed again
+        (8, 3, 2, 0),  # with output tokens, the last prompt token is not recomputed
         (6, 3, 1, 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""Groups that keep a window: what a row holds, what is found again, and what is said of them."""
+"""KV groups with a sliding window: the blocks a row holds, prefix cache hits, and the numbers reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_kv(*kept: int, num_blocks: int = 32, prefix_cache: bool = True) -> KvCa
 
 
 def computed(kv: KvCache, num_tokens: int, *, chunk: int = 4, salt: str = "") -> Choice:
-    """Whose prompt was computed chunk by chunk."""
+    """A choice whose prompt was computed chunk by chunk."""
     choice = make_request(num_tokens, salt=salt).choices[0]
     for end in range(chunk, num_tokens + 1, chunk):
         compute(kv, choice, end)
@@ -50,11 +50,11 @@ def test_without_a_prefix_cache_it_is_forgotten() -> None:
 
 
 def test_the_next_turn_finds_the_last_window() -> None:
-    """Of a conversation whose older windows were given away since."""
+    """The conversation's older windows have been reallocated meanwhile."""
     kv = make_kv(0, KEPT)
     kv.free(computed(kv, 40))
     window = kv.groups[1].pool
-    given = window.allocate(window.num_free - 2)  # all but those freed last
+    given = window.allocate(window.num_free - 2)  # all but the two freed last
     found = kv.lookup(make_request(48).choices[0])
     assert found.num_tokens == 40
     assert [(table.gone, table.num_held) for table in found.tables] == [(0, 10), (8, 2)]
@@ -63,7 +63,8 @@ def test_the_next_turn_finds_the_last_window() -> None:
 
 
 def test_a_hit_ends_where_each_group_has_the_window_before_it() -> None:
-    """Blocks 6 of one window and 4 of the other are gone: 6 blocks need those from 4 on, 4 need those from 2 on."""
+    """One window group lost block 6, the other block 4. A hit of 6 blocks needs those from 4 on, a hit of 4 those from
+    2 on."""
     kv = make_kv(0, KEPT, 5)
     kv.free(computed(kv, 40, chunk=4))
     for group, place in ((kv.groups[1], 6), (kv.groups[2], 4)):
@@ -123,7 +124,7 @@ def test_a_prompt_needs_no_more_of_a_window_than_it_holds_at_once() -> None:
 
 @pytest.mark.parametrize("groups", [(KVGroup(8), KVGroup(8, KEPT)), (KVGroup(32, KEPT), KVGroup(8, 4))])
 def test_the_group_that_has_too_few_is_the_one_that_is_told(groups: tuple[KVGroup, ...]) -> None:
-    """A window is no obstacle to a long request; what keeps all is."""
+    """A group with a window does not limit the length of a request; a group that keeps all tokens does."""
     harness = Harness(kv_groups=groups, block_size=BLOCK_SIZE)
     harness.add(make_record([1] * 60, max_tokens=5))
     client = next(iter(harness.clients.values()))

@@ -78,7 +78,7 @@ def test_steps_of_the_same_rows_share_one_list() -> None:
 
 
 def test_rows_with_drafts_have_chunks_and_so_have_those_beside_them() -> None:
-    """Where a row with drafts goes on is not known, so it is no row that goes on by one token."""
+    """The next position of a row with drafts is unknown, so it cannot be in `decodes`, whose rows advance by one."""
     rows = [make_choice(4, row_id) for row_id in range(2)]
     builder = PlanBuilder(Budget(100, 100, 0))
     builder.decodes = list(rows)
@@ -130,7 +130,7 @@ def test_beams_that_begin_anew_come_in_as_many_messages_as_it_takes(monkeypatch:
 
 
 def test_a_plan_of_rows_that_ask_for_all_they_may_is_one_that_a_worker_takes() -> None:
-    """All of them in one would have 200 MiB."""
+    """All these rows in one plan would take 200 MiB."""
     ids = range(70_000, 70_000 + params.MAX_ALLOWED_TOKEN_IDS)
     asked = SamplingParams(
         n=16,

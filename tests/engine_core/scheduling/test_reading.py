@@ -1,4 +1,4 @@
-"""Prompts that are read: in chunks over the cache, or whole where nothing is kept; each has one ending and a vector."""
+"""Pooling requests: computed in chunks over the KV cache, or whole without one; each ends once, with a vector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP = 32
 
 
 class World:
-    """A scheduler and a worker; `deltas` by request."""
+    """A scheduler with a fake worker; `deltas` is keyed by request id."""
 
     def __init__(self, num_blocks: int, **config: Any) -> None:
         options = {"max_tokens_per_step": STEP, "chunk_size": 16, "prompt_step_s": 0.0}
@@ -106,7 +106,7 @@ def test_without_blocks_steps_are_filled_with_whole_prompts_in_order() -> None:
     world.add(*prompts(20, 10, 5, 2, 50, 3))
     world.run()
     steps = [[chunk.num_tokens for chunk in plan.chunks] for plan in world.plans if plan.chunks]
-    assert steps == [[20, 10], [5, 2], [50], [3]]  # one that is longer than a step has one for itself
+    assert steps == [[20, 10], [5, 2], [50], [3]]  # a prompt longer than a step gets one to itself
 
 
 def test_who_waits_for_a_whole_step_says_so() -> None:
@@ -128,7 +128,7 @@ def test_a_room_takes_what_fits_whole() -> None:
 
 
 def test_what_rows_are_read_as_fits_into_one_message() -> None:
-    """Vectors of all tokens: 4 MiB at most for a prompt, 48 for all that may end in one step."""
+    """Per-token vectors take at most 4 MiB for a prompt, and 48 MiB for all prompts that may end in one step."""
     world = World(0, max_rows=64, max_tokens_per_step=1 << 20)
     records = [make_pool_record([1] * 100, request_id=f"{i}", output=TOKEN_EMBED) for i in range(20)]
     world.scheduler._pooled_width = 10240
@@ -200,7 +200,7 @@ def test_a_worker_that_answers_something_else_is_refused(output: RowOutput) -> N
 
 
 def test_one_token_that_is_left_over_is_no_token_to_sample() -> None:
-    """It is planned among those that decode, and answers otherwise."""
+    """A prompt's last single token is planned among the decodes, but its result is a vector."""
     world = World(64)
     (request,) = world.add(list(range(17)))
     world.run()

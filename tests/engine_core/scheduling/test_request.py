@@ -27,7 +27,7 @@ def make(
 
 
 def emit(request: Request, *tokens: int, choice: int = 0, now: float = 11.0) -> Delta:
-    """Feed tokens until one ends the choice; the last delta."""
+    """Feed tokens until one ends the choice; return the last delta."""
     for token in tokens:
         delta, ending = request.add_tokens(request.choices[choice], [token], None, now)
         if ending:

@@ -1,4 +1,4 @@
-"""One test per rule; what they do together is in test_scheduler_properties."""
+"""One test per scheduling rule; test_scheduler_properties tests them in combination."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_request_runs_from_prompt_to_length() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
 def test_a_request_that_moves_leaves_nothing_behind_and_goes_on_with_its_tokens(steps: int) -> None:
-    """Also one with a step in flight, whose result is for nobody then."""
+    """Also a request with a step in flight, whose result is then ignored."""
     harness = Harness()
     records = [make_record(PROMPT, max_tokens=8, n=2, seed=3), make_record(PROMPT[:3], max_tokens=8)]
     requests = [harness.add(record) for record in records]
@@ -60,7 +60,7 @@ def test_decoding_sends_changes_only() -> None:
     plans = [harness.step() for _ in range(4)]
     assert all(plan.new_rows == plan.finished_rows == plan.block_copies == [] for plan in plans)
     appended = [append for plan in plans for append in plan.append_blocks]
-    (append,) = appended  # positions 10 to 13 cross one border of blocks of four
+    (append,) = appended  # positions 10 to 13 cross one block boundary
     assert append == AppendBlocks(first.new_rows[0].row_id, append.block_ids)
     assert len(append.block_ids) == 1
 
@@ -90,7 +90,7 @@ def test_decodes_have_their_tokens_before_any_prompt() -> None:
     harness.step()
     harness.add(short)
     harness.clock.advance(1)
-    for _ in range(2):  # the long prompt is first in line, and takes all there is
+    for _ in range(2):  # the long prompt came first and takes the whole budget
         assert [c.num_tokens for c in harness.step().chunks] == [6]
     plan = harness.step()
     assert [(c.row_id, c.num_tokens, c.sample) for c in plan.chunks] == [(1, 1, True), (0, 2, True)]
@@ -238,7 +238,7 @@ def test_stop_tokens_end_after_min_tokens_only() -> None:
 
 
 def test_a_stop_token_sampled_too_early_does_not_end_a_choice() -> None:
-    """A worker does not sample one before min_tokens; if it does all the same, the request goes on."""
+    """Workers do not sample a stop token before min_tokens; if one does all the same, the request continues."""
     harness = Harness()
     record = make_record(PROMPT, max_tokens=3, min_tokens=1, stop_token_ids=(7,))
     harness.add(record)
@@ -462,7 +462,7 @@ def test_a_prefix_is_shared_by_requests_of_one_adapter_only() -> None:
 
 
 def test_rows_that_do_not_fit_into_one_message_come_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its parameters take counts, of each of its choices; and there is always room for one row."""
+    """The size of a request's parameters counts once per choice; one row always fits."""
     monkeypatch.setattr(plan, "MESSAGE_BYTES", 4000)
     harness = Harness(max_rows=16, num_blocks=200, max_tokens_per_step=512)
     large = {"allowed_token_ids": tuple(range(10_000, 10_300)), "max_tokens": 4}

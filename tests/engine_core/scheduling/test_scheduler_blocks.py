@@ -1,4 +1,4 @@
-"""Rules about blocks, choices that share them, log-probabilities and books; see test_scheduler for the others."""
+"""Rules about blocks, sharing between choices, log-probabilities and the ledger; test_scheduler has the other rules."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_nothing_is_started_in_a_step_that_preempts() -> None:
 
 
 def test_nor_is_who_would_fit_into_what_was_given_up() -> None:
-    """He goes before the one that was preempted, and begins a step later."""
+    """A waiting request that fits into the freed blocks goes before the preempted one, but starts a step later."""
     harness = Harness(num_blocks=8, prefix_cache=False, policy="priority")
     for level in (1, 3):
         harness.add(make_record([level] * 9, max_tokens=16, priority=level))
@@ -74,7 +74,7 @@ def test_nor_is_who_would_fit_into_what_was_given_up() -> None:
 
 
 def test_a_start_leaves_room_for_what_runs() -> None:
-    """The first prompt comes in chunks; the second must not take the blocks the first still needs."""
+    """The first prompt is computed in chunks; the second must not take blocks that the first still needs."""
     harness = Harness(num_blocks=7, chunk_size=4)
     harness.add(make_record([1] * 20, max_tokens=2))
     harness.add(make_record([2] * 10, max_tokens=2))
@@ -127,7 +127,7 @@ def test_blocks_in_use_are_counted() -> None:
 
 
 def test_a_running_row_about_to_write_a_shared_block_is_given_a_copy() -> None:
-    """Nothing shares a block that is still written today; the rule does not rely on it."""
+    """No block that is still written is shared today, but the scheduler does not rely on that."""
     harness = Harness()
     request = harness.add(make_record(PROMPT, max_tokens=3))
     harness.step()

@@ -1,7 +1,7 @@
-"""Whatever happens in whatever order: every request ends once, with the tokens of an undisturbed run.
+"""Whatever happens in whatever order, every request ends once, with the tokens of an undisturbed run.
 
-The fake worker checks the KV of every row in every step, so that a block used wrongly fails where it happens; of groups
-that keep a window, what lies in it.
+The fake worker checks the KV of every row in every step (in groups with a window, the KV inside it), so that a misused
+block fails in the step that misuses it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_BLOCKS = 10  # room for one long request; two of them must preempt
 
 @st.composite
 def records(draw: st.DrawFn) -> RequestRecord:
-    """Prompts are prefixes of one text, or leave it late, so that cached blocks are met often."""
+    """Prompts are prefixes of one text, or differ from one in the last token, so prefix cache hits are frequent."""
     prompt = LONG_PROMPT[: draw(st.integers(1, len(LONG_PROMPT)))]
     if draw(st.booleans()):
         prompt = [*prompt[:-1], draw(st.integers(13, 16))]  # 16 is poison
@@ -171,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.harness.clients)
     @rule(data=st.data())
     def resubmit(self, data: st.DataObject) -> None:
-        """A gateway gives up on an attempt and sends the record again, with what it has received."""
+        """A gateway abandons an attempt and resubmits the record with the output received so far."""
         request_id = data.draw(st.sampled_from(list(self.harness.clients)))
         client = self.harness.clients[request_id]
         if client.last is None:

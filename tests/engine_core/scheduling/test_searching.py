@@ -1,5 +1,5 @@
-"""Beams in the scheduler: what they share, when they wait, and how a search ends. The fake worker compares every cell
-of every block; test_scheduler_properties has searches in any company."""
+"""Beam search in the scheduler: which blocks beams share, when they wait, and how a search ends. The fake worker checks
+every cell of every block; test_scheduler_properties mixes searches with other requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagoda_engine_core.scheduling.request import Request
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import FinishReason, RequestRecord
 
-PROMPT = list(range(10, 20))  # two full blocks, and half a one
+PROMPT = list(range(10, 20))  # two and a half blocks
 
 
 def search(prompt: list[int] = PROMPT, **params: object) -> RequestRecord:
@@ -34,7 +34,7 @@ def test_beams_share_what_they_have_in_common_and_copy_what_they_write() -> None
     assert [new.block_ids[:2] for new in second.new_rows] == [root.block_ids[:2]] * 3
     assert len({new.block_ids[2] for new in second.new_rows}) == 3
     partly = root.block_ids[2]
-    assert [source for source, _ in second.block_copies] == [partly, partly]  # the last one left has it alone
+    assert [source for source, _ in second.block_copies] == [partly, partly]  # the last beam needs no copy
     assert partly in [new.block_ids[2] for new in second.new_rows]
     assert [new.num_computed for new in second.new_rows] == [10, 10, 10]
     assert harness.runner.tokens_computed == 13
@@ -93,7 +93,7 @@ def test_nothing_is_told_before_the_end_and_all_is_told_with_it() -> None:
     assert all(len(delta.tokens.logprobs or ()) == 6 for delta in told)
     assert told[-1].usage is not None
     assert (told[-1].usage.output_tokens, request.num_output_tokens) == (18, 18)
-    assert harness.scheduler.totals.output_tokens == 1 + 5 * 3  # what was computed
+    assert harness.scheduler.totals.output_tokens == 1 + 5 * 3  # computed tokens: the first is shared
     finished(harness)
 
 
@@ -102,7 +102,7 @@ def test_two_steps_in_flight_wait_for_what_is_found() -> None:
     harness.add(search())
     assert harness.plan() is not None
     assert harness.plan() is None
-    harness.add(make_record([5, 6], max_tokens=4))  # others go on meanwhile
+    harness.add(make_record([5, 6], max_tokens=4))  # other requests continue meanwhile
     assert harness.plan() is not None
     finished(harness)
 
@@ -131,7 +131,7 @@ def test_a_preempted_beam_keeps_what_was_found() -> None:
     request = harness.add(search())
     harness.step()
     harness.scheduler._preempt(request.choices[2], harness.clock())
-    harness.step()  # the other two
+    harness.step()  # runs the other two beams
     harness.scheduler._preempt(request.choices[0], harness.clock())  # swapped with what was found: its heirs share that
     harness.scheduler.check_invariants()
     finished(harness)

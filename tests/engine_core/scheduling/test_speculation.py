@@ -1,4 +1,4 @@
-"""Drafts fill what is left of a step: the same tokens in fewer steps, and nobody pays for them."""
+"""Draft tokens fill the rest of a step: the same tokens in fewer steps, at no other request's expense."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NONE = EIGHT | {"accept": lambda row, allowed: 0}
 
 
 def drafts(harness: Harness) -> list[list[int]]:
-    """Per plan with chunks, the drafts each chunk was allowed."""
+    """For each plan with chunks, the number of drafts allowed to each chunk."""
     return [[chunk.num_drafts for chunk in plan.chunks] for plan in harness.plans if plan.chunks]
 
 
@@ -160,7 +160,7 @@ def test_drafts_keep_to_the_budget_of_the_step() -> None:
 
 
 def test_drafts_never_preempt() -> None:
-    """Two rows that together need the whole pool: without drafts nobody is preempted, so with them neither."""
+    """Two rows need the whole pool together. Without drafts neither is preempted, so drafts must not change that."""
     harness = Harness(**ALL, num_blocks=10, prefix_cache=False)
     for prompt in ([1, 2, 3], [4, 5, 6]):
         harness.add(make_record(prompt, max_tokens=18))
@@ -244,7 +244,7 @@ def test_a_row_may_go_while_its_drafts_are_in_flight(how: str) -> None:
 
 
 def test_only_tokens_that_held_enter_the_prefix_cache() -> None:
-    """The drafts reach into a third block, of which one token is taken."""
+    """The drafts reach into the fourth block, but the accepted ones only fill the second."""
     harness = Harness(hint=lambda row: 7, accept=lambda row, allowed: min(2, allowed))
     record = make_record([1, 2, 3, 4, 5], max_tokens=16)
     request = harness.add(record)

@@ -1,5 +1,5 @@
-"""What is measured, what a step may hold by it, and when a row that gives up its blocks is swapped; what then becomes
-of it is in test_swapping."""
+"""Measuring a worker's speed, limiting step sizes by it, and choosing between swapping and recomputing; test_swapping
+tests swapping itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_SIZE = 4
 
 
 def speed(tokens_per_s: float = 0.0, limit_s: float = 0.1) -> Speed:
-    """One that has measured so many; 0: nothing."""
+    """A Speed that has measured `tokens_per_s`; 0: nothing yet."""
     measured = Speed(2048, limit_s)
     if tokens_per_s:
         measured.observe(*step(1000), 1000 / tokens_per_s)
@@ -36,7 +36,7 @@ def test_only_steps_with_prompts_are_measurements() -> None:
         assert not speed.tokens_per_s
     speed.observe(*step(1, 99), 25.0)
     assert speed.tokens_per_s == 4.0
-    for _ in range(20):  # the worker has become slower; later measurements count more
+    for _ in range(20):  # the worker has become slower; recent measurements weigh more
         speed.observe(*step(100), 100.0)
     assert speed.tokens_per_s == pytest.approx(1.0, rel=0.05)
 
@@ -44,12 +44,12 @@ def test_only_steps_with_prompts_are_measurements() -> None:
 @pytest.mark.parametrize(
     ("tokens_per_s", "limit_s", "num_decodes", "expected"),
     [
-        (0.0, 0.1, 8, 8 + LEAST_TOKENS),  # nothing is known
-        (4000.0, 0.1, 0, 2048),  # nobody waits for a token
-        (4000.0, 0.0, 8, 2048),  # not asked for
+        (0.0, 0.1, 8, 8 + LEAST_TOKENS),  # nothing measured yet
+        (4000.0, 0.1, 0, 2048),  # no stream waits for a token
+        (4000.0, 0.0, 8, 2048),  # no limit set
         (4000.0, 0.1, 8, 408),
         (10.0, 0.1, 8, 8 + LEAST_TOKENS),
-        (100.0, 0.1, 0, 100 * times.LONGEST_STEP_S),  # nobody is to take it for hung
+        (100.0, 0.1, 0, 100 * times.LONGEST_STEP_S),  # a longer step could count as hung
         (1e9, 0.1, 8, 2048),
     ],
 )
@@ -60,7 +60,7 @@ def test_prompts_beside_streams_take_no_longer_than_the_limit(
 
 
 def test_what_was_never_measured_comes_a_little_at_first() -> None:
-    """Log-probabilities of a prompt cost more than its tokens; nobody knows how much before a step told some."""
+    """Prompt log-probabilities cost more than prompt tokens; how much is unknown until a step has reported some."""
     measured = Speed(2048, 0.1)
     assert measured.step_tokens(8) == measured.step_tokens(8, reports=True) == 8 + LEAST_TOKENS
     measured.observe(*step(1000), 0.1)
@@ -75,7 +75,7 @@ def prompt_tokens(plan: StepPlan) -> int:
 
 @pytest.mark.parametrize("prompt_step_s", [0.1, 0.0])
 def test_a_stream_does_not_wait_for_long_prompts(prompt_step_s: float) -> None:
-    """At 2000 tokens a second, a tenth of a second is 200 tokens; without streams a step is full."""
+    """At 2000 tokens/s, 0.1 s allow 200 tokens; without a limit the step takes a full chunk of each prompt."""
     harness = Harness(num_blocks=2048, prompt_step_s=prompt_step_s)
     harness.add(make_record([1] * 100, max_tokens=50))
     harness.plan()
@@ -96,7 +96,7 @@ def test_a_stream_does_not_wait_for_what_is_told_of_prompts() -> None:
     harness.add(make_record([2] * 1000, max_tokens=2, prompt_logprobs=3))
     harness.plan()
     assert prompt_tokens(harness.plans[-1]) == LEAST_TOKENS
-    harness.land(forward_s=0.043)  # 3000 tokens/s, of which half the limit is used
+    harness.land(forward_s=0.043)  # 3000 tokens/s; only half the limit is used
     harness.plan()
     assert prompt_tokens(harness.plans[-1]) == 150
     harness.drain()
@@ -127,7 +127,7 @@ def make_kv(num_swap_blocks: int = 16, swap_block_s: float = 0.0) -> KvCache:
 
 
 def confirmed(kv: KvCache, num_tokens: int, num_prompt: int = 60, **params: int) -> Choice:
-    """A choice with so many tokens computed, according to results."""
+    """A choice with `num_tokens` computed, as confirmed by results."""
     choice = Request(make_record([1] * num_prompt, **params), max_output_tokens=8, now=0.0).choices[0]
     kv.grow(choice, num_tokens)
     choice.num_computed = num_tokens
@@ -141,7 +141,7 @@ def measured(tokens_per_s: float, mode: str = "auto") -> Preemption:
 
 @pytest.mark.parametrize("swap_block_s", [0.9, 1.1])
 def test_the_quicker_of_moving_and_computing(swap_block_s: float) -> None:
-    """40 tokens at 2 a second take 20 s; 10 blocks there and back are 20 moves."""
+    """Computing 40 tokens at 2 tokens/s takes 20 s; swapping 10 blocks out and in takes 20 moves."""
     kv = make_kv(swap_block_s=swap_block_s)
     choice = confirmed(kv, 40)
     assert measured(2.0).swaps(choice, kv) == (swap_block_s < 1.0)
@@ -150,7 +150,7 @@ def test_the_quicker_of_moving_and_computing(swap_block_s: float) -> None:
 
 
 def test_what_others_share_need_not_come_back_nor_be_computed() -> None:
-    """Of 10 blocks 9 have another user: 11 moves for the sake of 4 tokens."""
+    """Of 10 blocks 9 are shared, so swapping takes 11 moves (10 out, 1 in) and saves computing 4 tokens."""
     for swap_block_s, swaps in ((0.17, True), (0.19, False)):  # 1.87 s of moving, 2 s of computing
         kv = make_kv(swap_block_s=swap_block_s)
         choice = confirmed(kv, 40)

@@ -1,4 +1,4 @@
-"""Preempted choices whose KV waits in host memory; the fake worker compares every cell that they come back with."""
+"""Preempted choices whose KV is swapped to host memory; the fake worker checks every cell after it is swapped in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def preempt(harness: Harness, request: Request, index: int = 0) -> None:
 
 
 def begun(num_steps: int, *, max_tokens: int = 8, **options: object) -> tuple[Harness, Request]:
-    """A request whose results of so many steps are in."""
+    """A scheduler with one request, after the results of `num_steps` steps."""
     harness = Harness(**(FORCED | options))  # type: ignore[arg-type]
     request = harness.add(make_record(PROMPT, max_tokens=max_tokens))
     for _ in range(num_steps):
@@ -50,7 +50,7 @@ def test_a_swapped_choice_goes_on_where_it_was(prefix_cache: bool) -> None:
     assert [block for block, _ in plan.swap_outs] == table
     assert (new.row_id, new.num_computed, len(new.token_ids)) == (1, 11, 12)
     swapped_to = [swap_block for _, swap_block in plan.swap_outs]
-    if prefix_cache:  # the first two blocks are full and still there
+    if prefix_cache:  # the first two blocks are full and still cached
         assert plan.swap_ins == [(swapped_to[2], new.block_ids[2])]
         assert new.block_ids[:2] == table[:2]
     else:
@@ -81,7 +81,7 @@ def test_blocks_run_out_and_nothing_is_computed_twice() -> None:
 
 def test_a_step_in_flight_is_computed_again_and_no_other() -> None:
     harness, request = begun(2, max_steps_in_flight=2)
-    harness.plan()  # samples a token that is known only after the preemption
+    harness.plan()  # samples a token that arrives after the preemption
     preempt(harness, request)
     plan = harness.plan()
     assert plan is not None
@@ -105,7 +105,7 @@ def test_a_prompt_in_chunks_keeps_the_chunks_that_are_confirmed() -> None:
 
 
 def test_a_step_that_fails_after_its_row_was_swapped_leaves_nothing_behind() -> None:
-    """The cells it wrote are tainted. They are not among those that are kept, so what comes is the failure itself."""
+    """The step's cells are tainted, but they are not kept, so the request ends with the failure itself."""
     harness = Harness(poison_token_id=13, poison_at=2, max_steps_in_flight=2, **FORCED)
     request = harness.add(make_record(PROMPT, max_tokens=8))
     other = harness.add(make_record([5, 6], max_tokens=8))
@@ -124,7 +124,7 @@ def test_a_step_that_fails_after_its_row_was_swapped_leaves_nothing_behind() -> 
 
 
 def test_a_row_that_returned_and_was_not_heard_of_since_is_computed_again() -> None:
-    """Whether its blocks were swapped in is known when a result says so."""
+    """Only a result confirms that its blocks were swapped in."""
     harness, request = begun(3, max_steps_in_flight=2, prefix_cache=False)
     preempt(harness, request)
     harness.plan()
@@ -203,7 +203,7 @@ def test_choices_that_share_a_prompt_are_kept_apart() -> None:
 
 
 def test_a_swapped_choice_does_not_wait_for_a_sibling_that_computes_the_prompt() -> None:
-    """Choice 0 is computed again, and would be forked from; choice 1 has what it needs."""
+    """Choice 0 is recomputed, and others could fork from it; choice 1 has its own KV in swap and need not wait."""
     harness = Harness(num_swap_blocks=4, preemption="swap", chunk_size=4, prefix_cache=False)
     request = harness.add(make_record(PROMPT, n=2, max_tokens=8))
     for _ in range(6):
