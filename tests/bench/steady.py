@@ -1,4 +1,4 @@
-"""What a runner answers while rows decode together."""
+"""The outputs of a runner while rows decode together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagoda_worker.step.runner import ModelRunner
 def outputs_of(
     runner: ModelRunner, given: Sequence[list[int]], count: int, adapters: Sequence[Adapter | None] = (None,)
 ) -> tuple[list[list[int]], Steady]:
-    """`count` tokens of each row, and what made them."""
+    """`count` tokens of each row, and the `Steady` that generated them."""
     collect, outputs = runner.collect, [list[int]() for _ in given]
 
     def collected(pending: Pending) -> StepResult:

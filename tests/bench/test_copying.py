@@ -1,4 +1,4 @@
-"""How much of a text repeats what stands before it, and which texts are taken."""
+"""How much of a text repeats earlier text, and which texts are chosen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parents[2] / "bench/copying.py"
         ([1, 2, 3, 4, 1, 2], [9, 3], 0.0),
         ([1, 2, 3, 4], [5, 6, 7], 0.0),
         ([1, 2, 1], [2, 1, 2, 1], 0.75),  # the first 2 is new: nothing followed (2, 1) before
-        ([1, 2, 5, 1, 2, 6, 1, 2], [6], 1.0),  # the last place counts
+        ([1, 2, 5, 1, 2, 6, 1, 2], [6], 1.0),  # the latest occurrence counts
         ([1, 2, 5, 1, 2, 6, 1, 2], [5], 0.0),
     ],
 )

@@ -1,4 +1,4 @@
-"""bench/decode.py: what a step is said to read is what the loaded model holds of it."""
+"""bench/decode.py: the bytes that a step is said to read are those that the loaded model holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every section measures something: what it calls is ours, and changes."""
+"""Every section measures something: it calls our own code, which changes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""bench/gpu.py without a GPU: every section from start to end in a process of its own, and what becomes of one that is
-slow, or fails."""
+"""bench/gpu.py without a GPU: every section from start to end in its own process, and sections that are slow or
+fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCRIPT = Path(__file__).parents[2] / "bench/gpu.py"
 def run(tmp_path: Path, *words: str) -> tuple[dict[str, Any], str]:
     out = tmp_path / "gpu.json"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--smoke", "--json", str(out), *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # where others compute, too, more would spin
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # more threads would only spin beside other processes
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert out.exists(), done.stderr[-3000:]
     return json.loads(out.read_text()), done.stdout
@@ -53,7 +53,7 @@ def test_every_section_runs_and_says_what_it_found(tmp_path: Path) -> None:
     assert lines["greedy tokens, launched decode steps"]["verdict"] == MET
     assert lines["kernel tests"]["verdict"] == MET
     for what in ("decode attention 8B, 1 x 64", "prefill attention 8B, 1 x 48", "decode step 0.6B, 1 rows, launched"):
-        assert lines[what]["share"] > 0  # how large is a matter of speed
+        assert lines[what]["share"] > 0  # its size depends on the machine's speed
     assert lines["decode step OLMoE, 1 rows, recorded"]["share"] > 0
     assert lines["decode step OLMoE, 2 rows, without / with adapters"]["value"] > 0
     assert lines["Pagoda / transformers"]["value"] > 0
@@ -150,7 +150,7 @@ def test_made_up_weights_are_the_same_for_every_back_end_and_answer_alike_in_any
 
 
 def test_one_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those after it are judged by what came before them, so it is the only one."""
+    """Later tokens are checked given the tokens before them, so only one is reported."""
     job = Job(Host(), True, "torch", 16, 0.0, 0.0, time.monotonic() + 100)
     seen: list[list[float]] = []
     for wrong in (False, True):

@@ -1,4 +1,4 @@
-"""Steps of experts and of adapters in bench/gpu.py: what is counted, and whose adapter a row has."""
+"""Steps with experts and adapters in bench/gpu.py: what is counted, and which adapter each row has."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_the_shape_with_experts_has_the_size_it_is_named_after() -> None:
 
 
 def test_a_step_reads_the_experts_that_its_rows_are_expected_to_choose() -> None:
-    """One row chooses 8 of 64; of the 8 of a second one, seven in eight are new."""
+    """One row chooses 8 of 64; of a second row's 8, seven in eight are new on average."""
     spec = spec_of(SHAPES["OLMoE"])
-    expert = 16 * 2 * 3 * 2048 * 1024  # bytes of one in every layer
+    expert = 16 * 2 * 3 * 2048 * 1024  # bytes of one expert over all layers
     read = [weight_bytes(spec, rows) for rows in (1, 2, 10_000)]
     assert [weight_bytes(spec) - one for one in read] == [56 * expert, 49 * expert, 0]
     dense = spec_of(SHAPES["8B"])
@@ -75,7 +75,7 @@ def test_every_replayed_shape_has_room_for_its_rows() -> None:
 
 
 def test_adapters_are_held_against_the_same_step_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median of rounds; at best they cost what reading them does."""
+    """The ratio is the median of rounds; the ceiling assumes that adapters cost only the time to read them."""
     took = {None: iter([2e-3, 4e-3, 1e-3]), "a": iter([4e-3, 5e-3, 1e-3])}
 
     class Timed:

@@ -1,4 +1,4 @@
-"""bench/make_model.py: what it writes is served, whole and in int8."""
+"""bench/make_model.py: its output can be served, unquantised and in int8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How bench/compare.py starts its servers, and what it leaves of them: nothing."""
+"""How bench/compare.py starts its servers, and that it leaves nothing of them behind."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_only_a_pausable_server_is_paused(tmp_path: Path) -> None:
         wait_for(server, stopped=True)
         server.go_on()
         wait_for(server, stopped=False)
-        server.pause()  # and it is stopped all the same
+        server.pause()  # a paused server is stopped all the same
     with running(healthy(), ANY, tmp_path / "log", 60.0) as server:
         server.pause()
         assert "stopped" not in states(server)

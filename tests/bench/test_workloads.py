@@ -1,4 +1,4 @@
-"""What bench/compare.py sends and what it concludes: pure."""
+"""What bench/compare.py sends and what it concludes: pure functions."""
 
 from __future__ import annotations
 

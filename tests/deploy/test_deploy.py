@@ -1,4 +1,4 @@
-"""Deployment files against public schemas, our own options and the locks; `make test-containers` is what runs them."""
+"""Deployment files against public schemas, our own options and the locks; `make test-containers` runs them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pagoda_worker.config import WorkerConfig
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 DOCKERFILES = {"gateway": GatewayConfig, "engine_core": EngineConfig, "worker": WorkerConfig}
-# Every image, and the lock that it installs, named like the extra it satisfies.
+# Every image and the lock that it installs, named like the extra it satisfies.
 IMAGES = {
     "gateway/Dockerfile": "gateway",
     "engine_core/Dockerfile": "engine-core",
@@ -66,14 +66,14 @@ def test_image_runs_unprivileged_with_a_healthcheck(dockerfile: str) -> None:
 
 
 def requirements(extra: str) -> list[Requirement]:
-    """What the extra asks for, with what Pagoda itself needs, and what else its image has."""
+    """The requirements of an extra, of Pagoda itself, and of what else its image contains."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [project["optional-dependencies"][name] for name in (extra, *ALSO.get(extra, ()))]
     return [Requirement(line) for line in itertools.chain(project["dependencies"], *asked)]
 
 
 def lock(name: str) -> dict[str, list[str]]:
-    """Package -> its locked versions; several where they depend on the version of Python."""
+    """Package -> its locked versions; several if they depend on the version of Python."""
     versions: dict[str, list[str]] = {}
     for name_, version in re.findall(r"^([a-z0-9-]+)==([^ ]+)", (ROOT / f"deploy/locks/{name}.txt").read_text(), re.M):
         versions.setdefault(name_, []).append(version)
@@ -87,7 +87,7 @@ def test_sec_28_images_install_what_is_locked_and_nothing_else(dockerfile: str) 
     assert installs
     for arguments in installs:
         if "torch==" in arguments:
-            assert '"torch==${TORCH_VERSION}"' in arguments  # its build is the operator's choice, its version is not
+            assert '"torch==${TORCH_VERSION}"' in arguments  # the operator chooses the build, not the version
         elif "/opt/wheel/" in arguments:
             assert "--no-deps" in arguments
         else:
@@ -96,7 +96,7 @@ def test_sec_28_images_install_what_is_locked_and_nothing_else(dockerfile: str) 
     assert locks == {"build", IMAGES[dockerfile]}
     assert "pip check" in text
     assert re.findall(r"pip wheel.*--no-build-isolation", text)
-    assert set(re.findall(r"^FROM (\S+)", text, re.M)) == {"${BASE_IMAGE}"}  # which an operator pins by digest
+    assert set(re.findall(r"^FROM (\S+)", text, re.M)) == {"${BASE_IMAGE}"}  # an operator pins it by digest
 
 
 @pytest.mark.parametrize("name", LOCKED)
@@ -204,7 +204,7 @@ def test_who_is_behind_a_proxy_finds_the_option_where_it_is_set(file: str) -> No
 
 
 def test_no_probe_asks_for_keys() -> None:
-    """Where one did, the end of a certificate would have what serves killed, again and again."""
+    """Otherwise an expired certificate would make the kubelet kill a working container again and again."""
     for deployment in deployments():
         for container in deployment["spec"]["template"]["spec"]["containers"]:
             for name in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -226,7 +226,7 @@ def test_a_gateway_is_given_time_to_drain() -> None:
     [command, pre_stop_s] = container["lifecycle"]["preStop"]["exec"]["command"]
     assert command == "sleep"
     probe = container["readinessProbe"]
-    assert int(pre_stop_s) >= 2 * probe["periodSeconds"]  # until then load balancers have heard
+    assert int(pre_stop_s) >= 2 * probe["periodSeconds"]  # time for load balancers to notice
     margin_s = 10
     drain_s = float(told["PAGODA_DRAIN_TIMEOUT_S"]) + GatewayConfig().lame_duck_s
     assert pod["terminationGracePeriodSeconds"] >= int(pre_stop_s) + drain_s + margin_s

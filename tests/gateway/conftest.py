@@ -1,4 +1,4 @@
-"""An engine core that is a fake, and clients of it that are real."""
+"""A fake engine core, and real clients connected to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagoda_gateway.metrics import GatewayMetrics
 
 @pytest.fixture(autouse=True)
 def stores_end() -> Iterator[None]:
-    """What a gateway of a test opened for itself, does not outlive it."""
+    """Close the stores in memory that the test's gateways opened."""
     yield
     while SCRATCH:
         SCRATCH.pop().close()

@@ -1,7 +1,8 @@
-"""An engine core without workers: a real gRPC server whose tokens are a hash of what came before them.
+"""An engine core without workers: a real gRPC server whose tokens are a hash of the tokens before them.
 
-Output token i of a choice depends on (prompt, seed, choice, tokens before i) only, as in the real one, so a resumed
-request must go on identically. Tests drive it: `gate` stops and lets pass, `script` misbehaves, `kill` breaks streams.
+Output token i of a choice depends only on (prompt, seed, choice, tokens before i), as in the real one, so a resumed
+request must continue identically. Tests control it: `steps` limits progress, `script` misbehaves, `kill` breaks
+streams.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ def expected_tokens(record: RequestRecord, choice: int = 0) -> list[int]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """For states that no event announces."""
+    """Poll for a state that no event announces."""
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
 
 class Run:
-    """One attempt of one request on one session. `begun` is the one given back, or that of this engine core now."""
+    """One attempt of one request on one session. `begun` comes from the resume, or else describes this engine core
+    now."""
 
     def __init__(self, record: RequestRecord, submit: pb.Submit, begun: Begun) -> None:
         self.record = record
@@ -99,7 +101,7 @@ class Run:
 
 
 class Running(NamedTuple):
-    """A request belongs to the session of its highest attempt: no other ends it."""
+    """A request belongs to the session of its highest attempt: only that session can end it."""
 
     run: Run
     task: asyncio.Task[None]
@@ -110,12 +112,12 @@ Script = Callable[[Run, Delta], list[Any]]  # what to send instead of a delta: d
 
 
 class FakeEngineCore(EngineServicer):
-    """`steps` is None to run freely, or a semaphore of which each step of each request takes one."""
+    """`steps` is None to run freely, or a semaphore that every step of every request acquires."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.boots = 0
-        self.num_messages = 0  # that came
+        self.num_messages = 0  # received
         self.load = Load(
             engine_id="none",
             num_workers=1,
@@ -125,8 +127,8 @@ class FakeEngineCore(EngineServicer):
             numerics_id="n1",
             protocol=SESSION_PROTOCOL,
         )
-        self.cached_prompt_tokens = 0  # what requests that begin now find in the prefix cache
-        self.metadata: list[dict[str, str]] = []  # of every session
+        self.cached_prompt_tokens = 0  # what new requests find in the prefix cache
+        self.metadata: list[dict[str, str]] = []  # one per session
         self.steps: asyncio.Semaphore | None = None
         self.script: Script | None = None
         self.on_submit: Callable[[pb.Submit], pb.ServerFrame | None] | None = None
@@ -134,8 +136,8 @@ class FakeEngineCore(EngineServicer):
         self.aborts: list[pb.Abort] = []
         self.aborted = asyncio.Event()
         self.running: dict[str, Running] = {}
-        self.pulse_s = 1.0  # how often the load is told at least
-        self.silent = False  # a process that is stopped: connected, and says nothing
+        self.pulse_s = 1.0  # longest time between two load reports
+        self.silent = False  # like a suspended process: connected, but sends nothing
         self.num_sent = 0
         self.sent = asyncio.Condition()
         self._outboxes: list[asyncio.Queue[pb.ServerFrame | Exception]] = []
@@ -151,7 +153,7 @@ class FakeEngineCore(EngineServicer):
         await self._server.start()
 
     async def kill(self) -> None:
-        """As kill -9: streams break, state is gone, nothing listens."""
+        """As kill -9: streams break, state is lost, nothing listens."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace=0)
@@ -159,7 +161,7 @@ class FakeEngineCore(EngineServicer):
             self._forget(outbox)
 
     def _forget(self, outbox: asyncio.Queue[Any]) -> None:
-        """A session is over."""
+        """Drop the requests of a session that has ended."""
         for request_id, running in list(self.running.items()):
             if running.outbox is outbox:
                 running.task.cancel()
@@ -171,7 +173,7 @@ class FakeEngineCore(EngineServicer):
             outbox.put_nowait(pb.ServerFrame(load=load_to_pb(self.load)))
 
     def break_streams(self) -> None:
-        """Sessions end with an error, the process lives on."""
+        """End sessions with an error; the process survives."""
         for outbox in self._outboxes:
             outbox.put_nowait(ConnectionError("told to"))
 
@@ -182,7 +184,7 @@ class FakeEngineCore(EngineServicer):
             outbox.put_nowait(pb.ServerFrame(migrate=pb.Migrate(request_id=request_id, attempt=run.attempt)))
 
     async def wait_sent(self, count: int) -> None:
-        """Until this many deltas were sent, over all requests and lives."""
+        """Wait until this many deltas were sent, over all requests and restarts."""
         async with self.sent:
             await self.sent.wait_for(lambda: self.num_sent >= count)
 

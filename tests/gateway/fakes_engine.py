@@ -1,4 +1,4 @@
-"""An engine client that plays a script: batches of deltas, or errors, and a record of what it was asked."""
+"""An engine client that plays a script, of batches of deltas or of errors, and records what it was asked."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ NUM_CACHED = 2
 
 
 class FakeGeneration:
-    """Gives one batch of the script per `next`; an Event in it is waited for. Aborted choices end at once."""
+    """Gives one batch of the script per `next`, and waits for an Event in it. Aborted choices end at once."""
 
     def __init__(self, record: RequestRecord, script: Sequence[Batch]) -> None:
         self.record = record
         self.aborted: list[int] = []
         self.closed = asyncio.Event()
-        self.waiting = asyncio.Event()  # the reader has come to an Event of the script
+        self.waiting = asyncio.Event()  # the reader has reached an Event of the script
         self._script = list(script)
         self._ended = False
 
@@ -117,13 +117,13 @@ class FakeEngine:
 
     @property
     def record(self) -> RequestRecord:
-        """Of the only request."""
+        """The record of the only request."""
         (generation,) = self.generations
         return generation.record
 
 
 def _behind(prior: Sequence[Delta], script: Sequence[Batch]) -> Sequence[Batch]:
-    """What is left of a script of one choice."""
+    """The rest of a script of one choice, after `prior`."""
     num_known = sum(len(delta.tokens.token_ids) for delta in prior)
     if not num_known:
         return script
@@ -132,7 +132,7 @@ def _behind(prior: Sequence[Delta], script: Sequence[Batch]) -> Sequence[Batch]:
 
 
 def logprobs_for(record: RequestRecord, token_ids: Sequence[int], top: int | None) -> list[TopLogprobs] | None:
-    """Token t has logprob -t/1000 and rank 1; its runners-up are t+1, t+2, .. (modulo nothing)."""
+    """Token t has logprob -t/1000 and rank 1; its runners-up are t+1, t+2, .. (without wrap-around)."""
     if top is None:
         return None
     return [
@@ -147,7 +147,7 @@ def play(
     reason: FinishReason = FinishReason.LENGTH,
     stop_token_id: int | None = None,
 ) -> Script:
-    """Every prompt's choices get these tokens, `batch` at a time, side by side; then each ends with `reason`."""
+    """Every prompt's choices get these tokens, `batch` at a time, in parallel; then each ends with `reason`."""
 
     def script(record: RequestRecord) -> list[Batch]:
         batches: list[Batch] = []
@@ -187,7 +187,7 @@ def play(
 
 
 def held_up(gateway: Gateway, num_batches: int = 3) -> asyncio.Event:
-    """Its script stops after so many batches until the event."""
+    """Make the gateway's script stop after this many batches until the returned event is set."""
     go, whole = asyncio.Event(), gateway.engine.script
 
     def script(record: RequestRecord) -> list[Batch]:
@@ -208,7 +208,7 @@ def failing(code: ErrorCode = ErrorCode.OVERLOADED, retry_after_s: float = 0.0) 
 
 
 def reads(*vectors: Sequence[float], fail_at: int | None = None, hold: asyncio.Event | None = None) -> Script:
-    """The i-th record is read as the i-th vector, in turns; the one at `fail_at` fails, and all wait for `hold`."""
+    """The i-th record gets the i-th vector, cyclically; the one at `fail_at` fails, and all wait for `hold`."""
     counter = itertools.count()
 
     def script(record: RequestRecord) -> list[Batch]:
@@ -253,8 +253,8 @@ def scratch() -> SqliteStore:
 
 
 def text_of(model_dir: Path) -> ModelText:
-    """One of its own for each who asks, as tests set fields of it. What files are read as is made once of the same
-    files: to compile a template takes longer than most requests."""
+    """A separate object for each caller, since tests set its fields. What is read from equal files is made only once:
+    compiling a template takes longer than most requests."""
     files = sorted(path for path in model_dir.iterdir() if path.is_file())
     return copy.copy(_text_of(model_dir.name, tuple((path.name, path.read_bytes()) for path in files)))
 
@@ -270,7 +270,7 @@ def _text_of(name: str, files: tuple[tuple[str, bytes], ...]) -> ModelText:
 
 
 class Gateway:
-    """The app's routes around a fake engine, without what the app has around them, and a client to them."""
+    """The app's routes with a fake engine and without the middleware around them, and a client."""
 
     def __init__(self, model_dir: Path, script: Script, kept_in: Store | None = None, **config: object) -> None:
         self.text = text_of(model_dir)
@@ -293,7 +293,7 @@ class Gateway:
         self.client = AsyncClient(transport=transport, base_url="http://gateway")
 
     def parts(self) -> tuple[GatewayContext, Health, GatewayMetrics, BackgroundResponses, Batches, Tickets]:
-        """What an app is made of."""
+        """The parts that an app is made of."""
         return self.context, self.health, self.metrics, self.background, self.batches, self.tickets
 
     async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -311,14 +311,14 @@ def make_gateway(root: Path, script: Script | None = None, kept_in: Store | None
 def saying(
     root: Path, *texts: str, batch: int = 1, reason: FinishReason = FinishReason.LENGTH, **config: object
 ) -> Gateway:
-    """One whose engine answers every prompt with these texts; see `play`."""
+    """A gateway whose engine answers every prompt with these texts; see `play`."""
     gateway = make_gateway(root, **config)
     gateway.engine.script = play(*(gateway.ids(text) for text in texts), batch=batch, reason=reason)
     return gateway
 
 
 saying_all = functools.partial(saying, reason=FinishReason.STOP)
-"""The model ends where it has said that."""
+"""The same, where the model itself stops after the text."""
 
 
 async def call_app(
@@ -341,6 +341,6 @@ async def call_app(
 
 
 async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = NOBODY) -> RequestRecord:
-    """Of which the body's job consists."""
+    """The only record of the body's job."""
     (record,) = (await chat_job(ctx, body, caller)).records
     return record

@@ -25,7 +25,7 @@ from pagoda_gateway.keys.quota import Quotas
 def limited(
     app: ASGIApp, config: GatewayConfig, identify: Identify | None = None, uploads: Mapping[str, int] = NO_UPLOADS
 ) -> LimitsMiddleware:
-    """Callers are known by their address, and by nothing else, where nobody else knows them."""
+    """The app behind the limits; without `identify`, callers are identified by their address alone."""
     proxies = TrustedProxies(config.forwarded_allow_ips)
 
     async def by_address(scope: Any) -> Caller:
@@ -80,7 +80,7 @@ def parse(answer: bytes) -> tuple[int, dict[str, str], bytes]:
 
 
 def error_code(body: bytes) -> str:
-    """The code of an OpenAI-shaped error, whose shape is checked."""
+    """The code of an OpenAI-shaped error; checks its shape."""
     error: dict[str, Any] = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return str(error["code"])

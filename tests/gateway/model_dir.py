@@ -1,4 +1,4 @@
-"""Tiny model directories made on the spot: a byte-level tokenizer, and a SentencePiece-like one with byte fallback."""
+"""Creates tiny model directories: with a byte-level tokenizer, or a SentencePiece-like one with byte fallback."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def byte_fallback_tokenizer(strip: bool = True) -> Tokenizer:
 
 
 def word_tokenizer() -> Tokenizer:
-    """Whole words and `##` pieces, [CLS] and [SEP] around texts and pairs, as BERT has them."""
+    """Whole words and `##` pieces, [CLS] and [SEP] around texts and pairs, as in BERT."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "c", "dog", "cat", "##s", "query", ":", "what", "is"]
     tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -81,7 +81,7 @@ def word_tokenizer() -> Tokenizer:
 
 
 def write_reader_dir(root: Path, architecture: str = "BertModel", **config: Any) -> Path:
-    """A model that reads, by its config.json."""
+    """An embedding or scoring model, as far as its config.json says so."""
     fields = {"architectures": [architecture], "hidden_size": 3, "max_position_embeddings": 16}
     return write_model_dir(root, word_tokenizer(), config=fields | config, tokenizer_config={"chat_template": None})
 

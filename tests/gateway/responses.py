@@ -1,4 +1,4 @@
-"""/v1/responses, asked of a gateway of a test, and what it answers."""
+"""Helpers that send /v1/responses requests to a test's gateway and parse its answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def get(gateway: Gateway, path: str, **query: Any) -> dict[str, Any]:
 
 
 def events_of(stream: str) -> list[dict[str, Any]]:
-    """Of a stream's text; every event is named by its type, and numbered."""
+    """The events in a stream's text; checks that each is named by its type, and numbered."""
     events = []
     for block in filter(None, stream.split("\n\n")):
         if block.startswith(":"):

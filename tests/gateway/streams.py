@@ -1,4 +1,4 @@
-"""Requests for a fake engine core, and what came of them."""
+"""Requests for a fake engine core, and their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagoda_gateway.engine.waits import Waits
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta, Generate, RequestRecord
 
-Connect = Callable[..., SessionClient]  # a started client, its waits given by name
+Connect = Callable[..., SessionClient]  # a started client, with its waits as keyword arguments
 TICK_S = 0.02
 
 _ids = itertools.count()
@@ -31,9 +31,9 @@ def record(prompt_token_ids: tuple[int, ...] = (7, 8, 9), **params: Any) -> Requ
 
 
 async def collect(generation: Any, aborted: frozenset[int] = frozenset()) -> list[Delta]:
-    """All deltas, checked for contiguity per choice and for one ending of each, the request's last.
+    """Read all deltas; check that each choice is contiguous and ends once, and that the last delta ends the request.
 
-    Who has `aborted` a choice need not be told of its ending: an engine core may be lost before it tells.
+    The ending of an `aborted` choice may be missing: the engine core may be lost before it reports it.
     """
     deltas: list[Delta] = []
     while batch := await generation.next():

@@ -1,4 +1,5 @@
-"""Names of adapters: what they mean travels in records, comes and goes by HTTP, and is nobody's who may not have it."""
+"""Names of adapters: records carry what they mean, HTTP loads and unloads them, and a key can hide them from a
+caller."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def gateway_with(root: Path, **options: Any) -> Gateway:
 
 
 async def asked(gateway: Gateway, model: str) -> str:
-    """The digest that the engine core was asked for, "" for the model as it is; or the code of the refusal."""
+    """The digest requested from the engine core, "" for the base model; or the code of the refusal."""
     answer = await gateway.client.post("/v1/completions", json=ASK | {"model": model})
     if answer.status_code != 200:
         return str(answer.json()["error"]["code"])

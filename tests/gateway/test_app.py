@@ -1,4 +1,4 @@
-"""The app as wired: every response has an id and is counted under a known name, and every error has OpenAI's shape."""
+"""The assembled app: every response has an id and is counted under a known name; every error has OpenAI's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model a name means, and what is known of it."""
+"""Which model a name means, and what is known about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under which address a request is counted."""
+"""The address under which a request is counted."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pagoda_gateway.keys.grants import ANYBODY
     ("peer", "forwarded", "client"),
     [
         ("9.9.9.9", [], "9.9.9.9"),
-        ("9.9.9.9", [b"1.2.3.4"], "9.9.9.9"),  # nobody asked for its opinion
+        ("9.9.9.9", [b"1.2.3.4"], "9.9.9.9"),  # an untrusted peer's header is ignored
         ("127.0.0.1", [], "127.0.0.1"),
         ("127.0.0.1", [b"1.2.3.4"], "1.2.3.4"),
-        ("127.0.0.1", [b"6.6.6.6, 1.2.3.4"], "1.2.3.4"),  # what stands before is the client's own invention
+        ("127.0.0.1", [b"6.6.6.6, 1.2.3.4"], "1.2.3.4"),  # entries before it are made up by the client
         ("127.0.0.1", [b"6.6.6.6", b"1.2.3.4"], "1.2.3.4"),
         ("127.0.0.1", [b"1.2.3.4, 10.1.2.3"], "1.2.3.4"),
         ("127.0.0.1", [b"10.1.2.3"], "10.1.2.3"),

@@ -1,4 +1,4 @@
-"""What cannot be meant is refused by name, all of it at once."""
+"""Values that make no sense are refused by name, all at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ready is what a request would find: it turns with the engine core, its workers and its tokens, not with the port."""
+"""Readiness is what a request would find: it follows the engine core, its workers and its tokens, not the port."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pagoda_proto.times import STALL_S
 
 TIMES = HealthTimes(success_max_age_s=0.5, idle_s=0.1, canary_timeout_s=0.2, canary_spacing_s=0.02, tick_s=0.01)
 
-# A hold-up of the loop is either shorter than this or does not count.
+# A stall of the event loop is either shorter than this or does not count.
 SLOW = dataclasses.replace(TIMES, idle_s=0.3, success_max_age_s=STALL_S + 0.5)
 
 
 class Watched:
-    """A health with its client, and every change it told of."""
+    """A health with its client, and every change that it reported."""
 
     def __init__(self, address: str, times: HealthTimes = TIMES) -> None:
         self.metrics = GatewayMetrics("m")
@@ -164,7 +164,7 @@ async def test_a_dead_task_is_named(engine: FakeEngineCore, watched: Watched) ->
 
 
 async def step_for(engine: FakeEngineCore, seconds: float) -> None:
-    """Loads of an engine core whose workers step, as in a long prefill, and which sends no token."""
+    """Reports loads of an engine core whose workers step, as in a long prefill, without sending a token."""
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         engine.set_load(num_running=1, seconds_since_progress=0.02)
@@ -175,7 +175,7 @@ async def step_for(engine: FakeEngineCore, seconds: float) -> None:
 async def test_a_long_prefill_is_progress_and_needs_no_canary(engine: FakeEngineCore, address: str) -> None:
     watched = Watched(address, SLOW)
     await watched.until_changes(True)
-    engine.steps = asyncio.Semaphore(0)  # whoever comes now waits behind it
+    engine.steps = asyncio.Semaphore(0)  # new requests wait behind the prefill
     await step_for(engine, 0.3)
     before = len(engine.submits)
     await step_for(engine, SLOW.success_max_age_s + 0.5)
@@ -196,7 +196,7 @@ async def test_a_canary_that_is_overtaken_is_no_failure(engine: FakeEngineCore, 
 
 
 async def test_a_frozen_worker_is_unready_after_the_stated_time(engine: FakeEngineCore, address: str) -> None:
-    """The engine core goes on telling its load; the steps have stopped."""
+    """The engine core continues to report its load, but the steps have stopped."""
     watched = Watched(address, SLOW)
     await watched.until_changes(True)
     engine.steps = asyncio.Semaphore(0)

@@ -1,4 +1,4 @@
-"""Series are known in advance: nothing a client sends can add one, and the numbers are those of the requests."""
+"""Time series are fixed in advance: nothing a client sends can add one, and the numbers match the requests."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_gauges_are_read_when_scraped() -> None:
 
 
 def test_no_name_has_two_meanings() -> None:
-    """Both tiers are scraped into one place; a sum over a name that both export would count everything twice."""
+    """Both tiers are scraped into one place; if both exported a name, a sum over it would count everything twice."""
     gateway = GatewayMetrics("m")
     gateway.watch_engine(lambda: Load(engine_id="e"), lambda: True, lambda: 0)
     engine_core = Metrics()

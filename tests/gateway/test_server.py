@@ -99,7 +99,7 @@ def raw_post(content: dict[str, Any]) -> bytes:
 
 
 async def events_of(gateway: Gateway, begun: asyncio.Event | None = None, **fields: Any) -> list[Any]:
-    """The stream's data lines, decoded; [DONE] as it is."""
+    """The stream's data lines, decoded; [DONE] is kept as a string."""
     lines = []
     async with gateway.client.stream("POST", "/v1/completions", json=prompt(stream=True, **fields)) as answer:
         assert answer.status_code == 200
@@ -328,7 +328,7 @@ async def test_a_public_address_without_keys_is_warned_about(
     events: list[dict[str, object]],
     warned: bool,
 ) -> None:
-    """Nobody listens there."""
+    """The addresses are only bound; nothing listens on them."""
     told: list[dict[str, object]] = []
     async with running_app(tmp_path, **config) as app:
         with caplog.at_level(logging.WARNING), bind(host, 0) as sock:
@@ -354,7 +354,7 @@ async def test_a_text_side_that_was_kept_is_served_and_not_loaded_again(
         await gateway.until_reported("ready")
         answer = await gateway.client.post("/v1/completions", json=prompt())
         assert answer.json()["usage"]["completion_tokens"] == 12
-    with pytest.raises(ValueError, match=r"no tokenizer\.json"):  # it was given away
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):  # the first start took the kept text
         async with start():
             pass
 
@@ -376,7 +376,7 @@ async def test_a_store_that_hangs_or_is_gone_costs_a_chat_nothing(engine: FakeEn
         server.send(signal.SIGCONT)
         while (await gateway.client.get("/v1/files")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-        server.send(signal.SIGSTOP)  # a gateway leaves all the same
+        server.send(signal.SIGSTOP)  # a gateway must still be able to shut down
 
 
 async def test_without_its_store_a_gateway_starts_and_serves(engine: FakeEngineCore, start: Start) -> None:
@@ -392,13 +392,13 @@ async def test_without_its_store_a_gateway_starts_and_serves(engine: FakeEngineC
 async def test_who_cannot_know_whether_there_are_keys_is_unready_until_the_store_has_answered_once(
     engine: FakeEngineCore, start: Start, caplog: pytest.LogCaptureFixture, auth: str
 ) -> None:
-    """Nobody asks it anything but its health meanwhile, as nobody does where a balancer sees that."""
+    """Meanwhile it receives only health checks, as behind a load balancer that sees it unready."""
     async with running_redis() as server:
         await server.kill()
         async with start(store=server.address, auth=auth) as gateway:
             await until(lambda: "no request is served until the store answers" in caplog.text)
             problems: list[str] = []
-            while problems != ["the store has not answered yet, so API keys cannot be looked up"]:  # and nothing else
+            while problems != ["the store has not answered yet, so API keys cannot be looked up"]:  # and no other
                 unready = await gateway.client.get(f"{gateway.url}/health/ready")
                 assert unready.status_code == 503
                 problems = unready.json()["problems"]

@@ -1,4 +1,4 @@
-"""`pagoda worker`, each a process of its own, of which torch is loaded once for all."""
+"""Runs `pagoda worker` in separate processes, forked from one that has imported torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# Forked off a process that has done nothing but import them: as a fresh interpreter would be after two seconds.
+# The processes are forked from one that has only imported these: a fresh interpreter would need two seconds to.
 LOADED = ["pagoda.cli", "pagoda.commands.worker", "pagoda_worker.process.loop", "pagoda_worker.process.startup"]
 PATIENCE_S = 240.0
 
@@ -19,7 +19,7 @@ class Ended(NamedTuple):
 
 
 def run_worker(model: Path, log: Path) -> Ended:
-    """Until it ends. `log` gets what it says."""
+    """Run a worker until it ends; its output goes to `log`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
     words = ["worker", "--engine", "tcp://127.0.0.1:9", "--model", str(model)]

@@ -1,4 +1,4 @@
-"""Model directories are data from strangers: no code in them runs, and damage is refused in words."""
+"""Model directories are untrusted data: no code in them runs, and damage is refused with a message."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading.model import load_model
 
 DEMO = locate("")
-DEPTH = 100_000  # of brackets
+DEPTH = 100_000  # nested brackets
 
 
 class Canary:
-    """Unpickling it makes a file."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,7 +57,7 @@ def start_worker(model: Path) -> Ended:
 def test_sec_06_pickled_weights_are_refused_and_never_opened(tmp_path: Path, architecture: str) -> None:
     model, canary = demo_copy(tmp_path, "model.safetensors"), tmp_path / "canary"
     change_config(model, architectures=[architecture], model_type="llama" if "Llama" in architecture else "gpt_neox")
-    with zipfile.ZipFile(model / "pytorch_model.bin", "w") as archive:  # as torch.save writes it
+    with zipfile.ZipFile(model / "pytorch_model.bin", "w") as archive:  # in the format that torch.save writes
         archive.writestr("archive/data.pkl", pickle.dumps(Canary(canary)))
         archive.writestr("archive/version", "3")
     done = start_worker(model)
@@ -79,7 +79,7 @@ def test_sec_26_code_in_a_model_directory_never_runs(tmp_path: Path, model_type:
     auto_map = {"AutoConfig": "configuration_own.C", "AutoModelForCausalLM": "modeling_own.M"}
     change_config(model, auto_map=auto_map, model_type=model_type)
     if model_type == "llama":
-        load_model(WorkerConfig(model=str(model), max_tokens_per_step=64))  # by our own classes
+        load_model(WorkerConfig(model=str(model), max_tokens_per_step=64))  # with our own model classes
     else:
         change_config(model, architectures=["OwnForCausalLM"])
         done = start_worker(model)

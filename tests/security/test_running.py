@@ -1,4 +1,4 @@
-"""A running stack, asked the wrong things."""
+"""Malicious requests to a running stack."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 
 PROMPT = "xyzzy-the-user-wrote-this"
 SECRET = "sk-plugh-0123456789"
-# Paths of files, memory addresses, stack traces, sockets.
+# File paths, memory addresses, stack traces, sockets.
 INNER = re.compile(r"/(usr|home|root|tmp|opt|work|run)/|\b0x[0-9a-f]{6,}|Traceback|File \"|\.py\b|\.sock|127\.0\.0\.1")
 HEADER_TIMEOUT_S = 2.0
 PATIENCE_S = 120.0
@@ -95,7 +95,7 @@ def connect(stack: Stack) -> socket.socket:
 
 
 def answer_to(stack: Stack, data: bytes) -> bytes:
-    """Everything until the server closes; it may do so before it has read all."""
+    """Everything received until the server closes; it may do so before it has read all."""
     received = b""
     with connect(stack) as connection:
         try:
@@ -131,7 +131,7 @@ def test_sec_24_a_head_that_drips_is_ended_and_disturbs_nobody(stack: Stack) -> 
         for connection in dripping:
             connection.sendall(REQUEST)
         assert httpx.get(f"{stack.url}/health/live", timeout=PATIENCE_S).status_code == 200
-        for connection in dripping:  # each is closed by the server, with or without a word
+        for connection in dripping:  # the server closes each, with or without an answer
             while connection.recv(65536):
                 pass
     finally:
@@ -162,7 +162,7 @@ def test_sec_25_strangers_cannot_add_series(stack: Stack) -> None:
         client.post("/v1/completions", json={"model": word(), "prompt": word(), "user": word()})
         client.post("/v1/chat/completions", json={"model": word(), word(): word()}, headers={"X-Request-Id": word()})
 
-    series(stack)  # the page counts those who read it
+    series(stack)  # the metrics count requests for them, too
     with httpx.Client(base_url=stack.url, timeout=PATIENCE_S) as client:
         for _ in range(5):
             ask(client)
@@ -208,7 +208,7 @@ def corpus() -> Iterator[bytes]:
         yield rng.randbytes(rng.randrange(1, 200))
     yield b"\xff" * 1000
     yield b"\x0a\xff\xff\xff\xff\x0f"  # a length beyond the end
-    yield b"\x0b" * 50_000  # groups within groups
+    yield b"\x0b" * 50_000  # nested groups
 
 
 def test_sec_32_bytes_that_are_no_message_cost_their_own_call_only(stack: Stack, channel: grpc.Channel) -> None:

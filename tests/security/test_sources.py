@@ -1,4 +1,4 @@
-"""What no source of ours may say, read from the syntax tree of every file that has the words."""
+"""What our source files must not contain, checked in the syntax tree of every file where the words occur."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SHIPPED = (
     "bench",
 )  # tests make pickles for parsers to refuse, demo/train.py reads back what it wrote itself
 
-# Modules and functions that make objects, and with them code, out of bytes.
+# Modules and functions that create objects from bytes, and so can run code.
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "jsonpickle", "joblib"}
 UNPICKLING_CALLS = {"torch.load", "yaml.unsafe_load", "yaml.full_load", "pandas.read_pickle"}
 YAML_LOADS = {"yaml.load", "yaml.load_all"}
-# What makes code out of text.
+# Functions that run text as code.
 CODE_MAKERS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "code.interact"}
 STARTS_PROCESSES = {"subprocess", "multiprocessing", "pty"}
-# The tiers see requests; only composition, the building of kernels and the checking of grammars start processes.
+# Tiers handle requests, so only composition, building kernels and checking grammars may start processes.
 MAY_START_PROCESSES = (
     "services/pagoda/",
     "worker/pagoda_worker/kernels/cpu/build.py",
@@ -35,13 +35,14 @@ REMOTE_CODE = "trust_remote_code"
 
 
 def may_say(text: str, words: Iterable[str]) -> bool:
-    """Python takes identifiers in the form NFKC: where that has none of the words, no identifier is one of them."""
+    """Python normalises identifiers to NFKC: if the normalised text has none of the words, no identifier is one of
+    them."""
     plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
     return any(word in plain for word in words)
 
 
 def that_may_say(words: Iterable[str], *places: str) -> Iterator[tuple[Path, ast.AST]]:
-    """The nodes of files with one of `words`: few have one, and the others need not be parsed."""
+    """All nodes of files that contain one of `words`: few do, and the others need not be parsed."""
     for path in python_files(*places):
         if may_say(source(path), words):
             for node in nodes(path):
@@ -49,7 +50,7 @@ def that_may_say(words: Iterable[str], *places: str) -> Iterator[tuple[Path, ast
 
 
 def last(functions: set[str]) -> set[str]:
-    """What a call of one of them says in any case, however it is laid out."""
+    """The last part of each name: every call must contain it, however it is written."""
     return {function.rpartition(".")[2] for function in functions}
 
 
@@ -66,7 +67,7 @@ def calls(node: ast.AST, functions: set[str]) -> bool:
 
 
 def says(node: ast.AST, keyword: str, value: object) -> bool:
-    """Is this an argument of that name which is not the given constant?"""
+    """Is this an argument of that name with a value other than the given constant?"""
     given = node.value if isinstance(node, ast.keyword) and node.arg == keyword else None
     return given is not None and not (isinstance(given, ast.Constant) and given.value is value)
 
@@ -76,7 +77,7 @@ def unpickles(node: ast.AST) -> bool:
 
 
 def loads_yaml_unsafely(module: ast.AST) -> bool:
-    """Is there a call whose loader is not a class made here of yaml.SafeLoader?"""
+    """Is there a call whose loader is not a class that this module derives from yaml.SafeLoader?"""
     classes = [node for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
     safe = {one.name for one in classes if [dotted(base) for base in one.bases] == ["yaml.SafeLoader"]}
     loads = [node for node in ast.walk(module) if isinstance(node, ast.Call) and dotted(node.func) in YAML_LOADS]

@@ -1,6 +1,6 @@
-"""An accelerator that is this CPU, and as strict as a real one: a fetch is over when the test (or a wait) says so, and
-a recording runs the operations that were recorded, on the same addresses, and not the Python that asked for them. It
-keeps nothing alive that was there before it, and what it made for itself is gone when it is over."""
+"""A fake accelerator on this CPU, as strict as a real one: a fetch completes only when the test (or a wait) says so,
+and a replay runs the recorded operations on the same addresses, not the Python code that issued them. A recording keeps
+no tensor alive that existed before it, and the contents of its own tensors are lost after each replay."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pagoda_worker.device.accelerator import Memory
 
 try:
     from triton.runtime.interpreter import GridExecutor
-except ImportError:  # no Triton for this machine
+except ImportError:  # not available on this machine
     GridExecutor = None
 
 
 class HeldFetch:
-    """A copy to the host that has not arrived until it is released or waited for."""
+    """A copy to the host that arrives only when it is released or waited for."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], journal: list[str]) -> None:
         self._tensors = [tensor.clone() for tensor in tensors]
@@ -49,11 +49,11 @@ READS_BACK = (
     aten.masked_select.default,
 )  # fmt: skip
 INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
-LEFT = 0xFF  # of every byte that a recording had for its own use: floats are no numbers, ids are none
+LEFT = 0xFF  # fills every byte of a recording's own memory: floats become NaN, ids invalid
 
 
 class Lent:
-    """A tensor that was there before the recording: its address, which does not keep it there."""
+    """The address of a tensor that existed before the recording; does not keep it alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
@@ -68,12 +68,12 @@ class Lent:
 
 
 class Recorder(TorchDispatchMode):
-    """Runs operations, launches of interpreted kernels among them, and remembers them."""
+    """Runs operations, including launches of interpreted kernels, and records them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, Any, Any]] = []
-        self._made: dict[int, torch.Tensor] = {}  # by address: memory that is the recording's own
+        self._made: dict[int, torch.Tensor] = {}  # by address: memory that belongs to the recording
         self._launching = False
 
     def __enter__(self) -> Any:
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
 
     def _launched(self, launch: Any) -> Any:
         def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
-            self._launching = True  # what the interpreter does with torch is no operation of the device's
+            self._launching = True  # the interpreter's use of torch is no operation of the device
             launch(executor, *args, **kwargs)
             self._launching = False
             self._remember(partial(launch, executor), args, kwargs, None)
@@ -119,7 +119,8 @@ class Recorder(TorchDispatchMode):
         return Lent(value) if lent and value.numel() else value
 
     def replay(self) -> None:
-        """The same operations into the tensors that the recording made; a view or an operand is there already."""
+        """Run the operations again and copy results into the recording's tensors, except for views and operands in
+        place."""
         for func, held, out in self._calls:
             args, kwargs = tree_map(_found, held)
             operands = {_address(x) for x in _tensors((args, kwargs))}
@@ -145,12 +146,12 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 @dataclass
 class FakeAccelerator:
-    """`free` and `total` are what `memory` says; a capture takes `bytes_per_capture` (of its number) of `free`."""
+    """`free` and `total` are what `memory` reports; a capture takes `bytes_per_capture` (of its number) of `free`."""
 
     free: int = 2**30
     total: int = 2**31
     bytes_per_capture: Callable[[int], int] = lambda number: 0
-    bytes_per_step: int = 0  # what `peak_of` finds
+    bytes_per_step: int = 0  # what `peak_of` reports
     journal: list[str] = field(default_factory=list)
     fetches: list[HeldFetch] = field(default_factory=list)
     uploads: list[int] = field(default_factory=list)  # bytes
@@ -183,7 +184,7 @@ class FakeAccelerator:
         return self.bytes_per_step
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        run()  # as on a device: once for what happens at a first call, then recorded
+        run()  # as on a device: run once for first-call work, then record
         with Recorder() as recorder:
             run()
         self.free -= self.bytes_per_capture(self.captures)

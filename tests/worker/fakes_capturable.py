@@ -1,4 +1,4 @@
-"""A decoder of real layers whose decode steps a device could record: its attention knows lengths from tensors alone."""
+"""A decoder of real layers whose decode steps a device could record: attention reads lengths from tensors alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH = MAX_LEN // BLOCK
 
 
 class QuietCache(KVCache):
-    """One that reads nothing back from the device."""
+    """A cache that reads nothing back from the device."""
 
     def admit(self, batch: Batch) -> None: ...
 
@@ -32,7 +32,7 @@ class QuietCache(KVCache):
 
 
 class CapturableOps(AtenOps):
-    """Attention of one new token per row that knows lengths and blocks from tensors alone, as a device's does."""
+    """Attention of one new token per row that takes lengths and blocks from tensors alone, as on a device."""
 
     capturable = True
 
@@ -91,10 +91,10 @@ def decoder_of(spec: DecoderSpec, ops: Ops, dtype: torch.dtype, room: SlotRoom |
 
 
 class HashModel:
-    """The logits after a token are a hash of every token up to it, as the cache has them, and of the slot of its
+    """The logits after a token are a hash of every token up to it, as stored in the cache, and of the slot of its
     adapter; see `fakes_model`.
 
-    What stands in a context with POISON is no number, and a step with BOMB in it that is not replayed fails.
+    A context that contains POISON gives NaN, and a step with BOMB fails unless it is replayed.
     """
 
     kv_groups = ()

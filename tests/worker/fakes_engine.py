@@ -1,5 +1,5 @@
-"""An engine core of a few lines that does to rows whatever the real one may: chunks, forks, preemption, moved blocks,
-steps planned before the tokens of the one before are known."""
+"""A short engine core that does to rows whatever the real one may: chunks, forks, preemption, moved blocks, steps
+planned before the previous step's tokens are known."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass
 class Choice:
-    """`row_id` is -1 while it waits; `known` counts tokens, promised ones too, `computed` those that are planned."""
+    """`row_id` is -1 while it waits; `known` counts tokens, including promised ones, `computed` the planned ones."""
 
     prompt: list[int]
-    outputs: int  # how many are wanted
+    outputs: int  # how many to generate
     params: SamplingParams
     choice: int = 0
     adapter: Adapter | None = None
@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass
 class Engine:
-    """`ahead` steps are launched before the oldest is answered; `chaos` is the chance of each mishap, per step."""
+    """Launches `ahead` steps before it collects the oldest; `chaos` is the probability of each mishap per step."""
 
     runner: ModelRunner
     choices: list[Choice]
@@ -58,7 +58,7 @@ class Engine:
         self._next_row, self._steps = 1, 0
 
     def run(self) -> list[list[int]]:
-        """The outputs of every choice."""
+        """Run to the end and return the output tokens of every choice."""
         while any(len(one.tokens) < one.outputs for one in self.choices):
             self._pending.append(self.runner.launch(self._plan()))
             while len(self._pending) > self.ahead:
@@ -101,7 +101,8 @@ class Engine:
         return row_id
 
     def _enter(self, one: Choice, plan: StepPlan) -> NewRow:
-        """With the blocks of a choice of the same prompt, if one has computed it; the last of them is copied."""
+        """Start a row, with the blocks of a choice of the same prompt if one has computed it; the last of them is
+        copied."""
         one.row_id, self._next_row = self._next_row, self._next_row + 1
         tokens = one.prompt + one.tokens
         one.known, one.computed = len(tokens), 0
@@ -132,7 +133,7 @@ class Engine:
             plan.append_blocks.append(AppendBlocks(one.row_id, more))
             one.blocks += more
         elif self.rng.random() < self.chaos and one.row_id not in {new.row_id for new in plan.new_rows}:
-            index = one.computed // self._block_size  # as if it were shared: to be written in a copy
+            index = one.computed // self._block_size  # as if it were shared: the row writes to a copy
             copied, old = self._free.pop(0), one.blocks[index]
             if all(old not in other.blocks for other in self._of_row.values() if other is not one):
                 self._free.append(old)

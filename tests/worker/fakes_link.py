@@ -1,4 +1,4 @@
-"""A TCP link of our own between a worker and its engine core, which can go wrong in the ways that links do."""
+"""A TCP link between a worker and its engine core that can fail in the ways real links do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pipe(NamedTuple):
 class Link:
     """Forwards bytes to `port` on this host. One thread; use as a context manager.
 
-    A connection that was cut goes half-open: the end that is not told keeps it for ever.
+    A cut connection becomes half-open: the end that is not notified keeps it for ever.
     """
 
     def __init__(self, port: int) -> None:
@@ -34,8 +34,8 @@ class Link:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
-        self._swallowed: set[bool] = set()  # directions whose bytes vanish, also of new connections
-        self._dead_before = 0  # connections of an earlier generation swallow everything
+        self._swallowed: set[bool] = set()  # directions whose bytes are dropped, also on new connections
+        self._dead_before = 0  # older connections drop everything
         self._generation = 1
         self.accepted = threading.Semaphore(0)
         self._closing = threading.Event()
@@ -52,19 +52,19 @@ class Link:
             one.close()
 
     def swallow(self, *, to_worker: bool, to_engine: bool) -> None:
-        """From now on bytes in these directions vanish; nobody is told."""
+        """From now on drop bytes in these directions; neither end is notified."""
         with self._lock:
             self._swallowed = {side for side, gone in ((True, to_worker), (False, to_engine)) if gone}
 
     def heal(self) -> None:
-        """New connections work. Those there are stay dead, as behind a router that has forgotten them."""
+        """Let new connections work. Existing ones stay dead, as behind a router that has forgotten them."""
         with self._lock:
             self._swallowed = set()
             self._generation += 1
             self._dead_before = self._generation
 
     def reset(self) -> None:
-        """Reset what the worker has; the engine core is not told."""
+        """Reset the worker's connections; the engine core is not notified."""
         with self._lock:
             pipes = [key.data for key in self._selector.get_map().values() if isinstance(key.data, Pipe)]
             for pipe in pipes:

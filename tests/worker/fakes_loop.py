@@ -1,4 +1,4 @@
-"""An engine core that speaks the protocol exactly as told to, and a worker's loop in a thread."""
+"""An engine core that follows the protocol exactly as told, and a worker's loop in a thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAIT_S = 120.0
 
 
 class FakeEngine:
-    """A ROUTER that speaks the protocol exactly as told to, in one version. Beats are answered on demand only."""
+    """A ROUTER that follows the protocol exactly as told, in one version. It answers beats only on demand."""
 
     def __init__(self, endpoint: str, boot_id: str = "boot-1") -> None:
         self.boot_id = boot_id
@@ -54,7 +54,7 @@ class FakeEngine:
 
     @property
     def route(self) -> str:
-        """Of the registration that was heard last, without the kind of connection."""
+        """The route of the last registration, without the kind of connection."""
         assert self.hello is not None
         return f"{self.hello.incarnation}.{self.hello.registration}"
 
@@ -76,7 +76,7 @@ class FakeEngine:
             try:
                 self.socket.send_multipart([route, *parts])
                 return
-            except zmq.ZMQError as error:  # one of the two routes may lag behind
+            except zmq.ZMQError as error:  # one of the two routes may not exist yet
                 if error.errno != zmq.EHOSTUNREACH or time.monotonic() > deadline:
                     raise
                 self.socket.poll(10, zmq.POLLERR)
@@ -94,7 +94,7 @@ class FakeEngine:
         return route, envelope, message
 
     def until(self, kind: type, timeout_s: float = WAIT_S) -> tuple[Envelope, Any]:
-        """The next message of this kind; beats before it are answered."""
+        """Return the next message of this kind; answer the beats before it."""
         while True:
             received = self.receive(timeout_s)
             assert received is not None, f"no {kind.__name__} came"
@@ -110,7 +110,7 @@ class FakeEngine:
     def _acknowledge(self, route: bytes) -> None:
         assert self.hello is not None
         envelope = Envelope(self.boot_id, self.hello.worker_id, self.epoch, 1, self.version)
-        with contextlib.suppress(zmq.ZMQError):  # the worker may have begun anew meanwhile
+        with contextlib.suppress(zmq.ZMQError):  # the worker may have registered again meanwhile
             self.socket.send_multipart([route, *encode(envelope, BeatAck())])
 
     def admit(self, lease_s: float = 60.0) -> None:

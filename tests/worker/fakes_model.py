@@ -1,7 +1,7 @@
-"""A model small enough to be checked by hand: the logits after a token are a hash of every token up to it.
+"""A model small enough to check by hand: the logits after a token are a hash of every token up to it.
 
-The cache holds token ids where a real one holds K and V, and the hash is taken over what the cache says. A wrong block,
-a missed copy or a chunk computed twice therefore changes the tokens that come out.
+The cache holds token ids instead of K and V, and the hash is computed from the cache. A wrong block, a missed copy or a
+chunk computed twice therefore changes the output tokens.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FakeModel:
         ids = torch.arange(VOCAB)
         mixed = (hidden % 1_000_003) * 7919 + ids * 104_729 + (hidden % 8191) * (ids * ids % 8191)
         logits = (mixed % 4096).float() / 512
-        logits[:, POISON:] = -30.0  # tokens with a meaning of their own are only ever put in by a test
+        logits[:, POISON:] = -30.0  # special tokens appear only where a test puts them
         logits[hidden[:, 0] < 0, 3] = torch.inf
         logits[hidden[:, 0] == -POISON, 3] = torch.nan
         return logits
@@ -145,7 +145,7 @@ def new_row(row_id: int, token_ids: list[int], blocks: list[int], **changes: obj
 
 @dataclass
 class Driver:
-    """Plans for a runner the way an engine core would, with blocks handed out in order and never reused."""
+    """Plans for a runner as an engine core would, with blocks allocated in order and never reused."""
 
     runner: ModelRunner
     free: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))

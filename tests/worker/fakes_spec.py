@@ -1,4 +1,4 @@
-"""A decoder's spec from numbers that all its layers share, but for windows and ropes."""
+"""A decoder's spec from numbers that all its layers share, except for windows and ropes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ATTENTION = ("num_heads", "num_kv_heads", "head_dim")
 
 
 def spec_of(**fields: Any) -> DecoderSpec:
-    """`windows`, which slide unless `chunked`, and `rope_of_layer`, of `ropes` or None, are one per layer; other fields
-    go where they belong."""
+    """`windows` (sliding, unless `chunked`) and `rope_of_layer` (indices into `ropes`, or None) have an entry per
+    layer; other fields go where they belong."""
     numbers = {name: fields.pop(name) for name in ATTENTION}
     chunked = fields.pop("chunked", False)
     scale, softcap = fields.pop("attention_scale"), fields.pop("attention_softcap", None)

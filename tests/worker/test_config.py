@@ -1,4 +1,4 @@
-"""Every number an operator may get wrong is refused by name, all of them at once."""
+"""Every number that an operator may get wrong is refused by name, all of them at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from pagoda_worker.config import AUTO_SWAP_SPACE, WorkerConfig
 
-NEEDED = {  # for the number to mean anything
+NEEDED = {  # without which the number has no effect
     "max_drafts": {"speculation": "ngram"}, "draft_vocab_size": {"speculation": "draft-model", "draft_model": "m"},
 }  # fmt: skip
 NUMBERS = sorted(field.name for field in fields(WorkerConfig) if type(field.default) in (int, float))

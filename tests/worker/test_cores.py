@@ -1,4 +1,4 @@
-"""What a machine says of its cores, and where threads go for it."""
+"""How the machine's cores are detected, and where threads are placed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagoda_worker.cores import ANYWHERE, available_cores, one_of_each_core, pla
 
 
 def machine(root: Path, siblings: list[str], quota: str = "max") -> Path:
-    """`siblings`: of each CPU, the CPUs on its core, as the system writes them."""
+    """`siblings`: for each CPU, the CPUs on its core, in the kernel's format."""
     for cpu, text in enumerate(siblings):
         directory = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         directory.mkdir(parents=True)
@@ -31,12 +31,12 @@ PAIRS = ["0,2", "1,3", "0,2", "1,3"]
     [
         (APART, "max", {0, 1, 2, 3}, 0, [0, 1, 2, 3]),
         (APART, "400000", {0, 1, 2, 3}, 0, [0, 1, 2, 3]),
-        (APART, "max", {1, 3}, 0, [1, 3]),  # the mask is all there is
-        (APART, "200000", {0, 1, 2, 3}, 0, [ANYWHERE] * 2),  # somebody else computes there too
+        (APART, "max", {1, 3}, 0, [1, 3]),  # only the cores of the mask
+        (APART, "200000", {0, 1, 2, 3}, 0, [ANYWHERE] * 2),  # others compute on these cores too
         (APART, "200000", {0, 1, 2, 3}, 4, [ANYWHERE] * 4),
         (APART, "50000", {0, 1, 2, 3}, 0, [ANYWHERE]),
         (APART, "200000", {2, 3}, 0, [2, 3]),
-        (APART, "max", {0, 1, 2, 3}, 2, [ANYWHERE] * 2),  # as one of two workers
+        (APART, "max", {0, 1, 2, 3}, 2, [ANYWHERE] * 2),  # one of two workers
         (PAIRS, "max", {0, 1, 2, 3}, 0, [0, 1]),
         (PAIRS, "max", {0, 1, 2, 3}, 4, [ANYWHERE] * 4),
         (PAIRS, "max", {2, 3}, 0, [2, 3]),
@@ -63,6 +63,6 @@ def test_here_threads_stay_inside_the_mask() -> None:
 
 
 def test_a_worker_that_is_told_no_number_of_threads_takes_the_cores_it_has() -> None:
-    """Whoever loads a model: a worker process and the offline LLM settle their configuration alike."""
+    """A worker process and the offline LLM settle their configuration alike."""
     assert WorkerConfig().settled("cpu").threads == available_cores()
     assert WorkerConfig(threads=3).settled("cpu").threads == 3

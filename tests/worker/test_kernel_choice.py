@@ -1,4 +1,4 @@
-"""The option `kernels`: a back end, with exceptions by family."""
+"""The option `kernels`: a back end, with exceptions by operation family."""
 
 from __future__ import annotations
 

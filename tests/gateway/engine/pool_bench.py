@@ -1,4 +1,4 @@
-"""A pool of requests whose clock and whose engine cores are a test's."""
+"""A request pool whose clock and engine cores the test controls."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ BEGUN = Begun(model_fingerprint="m1", numerics_id="n1", cached_prompt_tokens=2)
 
 
 class Bench:
-    """A pool whose clock and whose engine cores are this test's."""
+    """A pool whose clock and engine cores this test controls."""
 
     def __init__(self, meter: type[RequestMeter] = RequestMeter, num_cores: int = 1, **times: float) -> None:
         self.now = 100.0
-        self.place: dict[tuple[str, int], Core] = {}  # of attempts, the engine core they were sent to
+        self.place: dict[tuple[str, int], Core] = {}  # (request id, attempt) -> the engine core it was sent to
         self.metrics = GatewayMetrics("m")
         self.sent: list[pb.ClientFrame] = []
         self.meter = meter(self.metrics, log_requests=True)
@@ -60,13 +60,13 @@ class Bench:
         self.pool.lose(core)
 
     def core_and_other(self, generation: PooledGeneration) -> tuple[Core, Core]:
-        """Of two."""
+        """The request's engine core, and the other of the two."""
         first = self.core_of(generation)
         (second,) = [core for core in self.cores if core is not first]
         return first, second
 
     def core_of(self, generation: PooledGeneration) -> Core:
-        """That of its last attempt, or of the one before while it is parked."""
+        """The engine core of its last attempt, or, while it is parked, of the one before."""
         request = generation.request
         name = request.record.request_id
         return self.place.get((name, request.attempt)) or self.place[name, request.attempt - 1]
@@ -106,7 +106,7 @@ class Bench:
         self.pool.on_accepted(self.core_of(generation), pb.Accepted(stream=stream, **about))
 
     def column(self, *entries: tuple[int, int, int]) -> None:
-        """Of each entry the number of its stream, its index and its token."""
+        """Send one column of tokens; each entry is (stream number, index, token)."""
         streams, indexes, tokens = zip(*entries, strict=True)
         columns = pb.NextTokens(streams=streams, first_indexes=indexes, token_ids=tokens)
         self.pool.on_outputs(self.core, pb.StepOutputs(tokens=columns))

@@ -1,4 +1,4 @@
-"""Requests outlive sessions: whatever happens to the stream, the tokens are those of an undisturbed run, once each."""
+"""Requests outlive sessions: whatever happens to the stream, each token of an undisturbed run arrives exactly once."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ async def test_resume_while_the_consumer_is_slow(engine: FakeEngineCore, client:
     await engine.wait_sent(24)
     await until(lambda: client.num_open == 0)
     deltas = await generation.next()
-    assert len(deltas) == 2  # merged: one object per choice however long nobody read
+    assert len(deltas) == 2  # merged: one object per choice, however long nobody reads
     assert {d.choice: d.result.token_ids for d in deltas} == {i: expected_tokens(request, i) for i in (0, 1)}
     assert await generation.next() == []
 
 
 async def test_a_silent_engine_core_is_a_lost_one(engine: FakeEngineCore, connect: Connect) -> None:
-    """As SIGSTOP: the connection stands, nothing comes."""
+    """As after SIGSTOP: the connection stays open, but nothing arrives."""
     client = connect(silent_s=0.5)
     engine.pulse_s = 0.05
     engine.steps = asyncio.Semaphore(3)
@@ -101,7 +101,7 @@ async def test_a_silent_engine_core_is_a_lost_one(engine: FakeEngineCore, connec
     reading = asyncio.create_task(collect(await client.submit(request)))
     await engine.wait_sent(3)
     await asyncio.sleep(0.6)
-    assert client.connected  # idle is not silent
+    assert client.connected  # idle does not count as silent
     engine.silent = True
     await until(lambda: not client.connected)
     engine.silent = False
@@ -139,7 +139,7 @@ async def test_a_request_that_never_gets_on_is_given_up(engine: FakeEngineCore, 
 
 
 async def test_a_long_prefill_outlives_any_number_of_losses(engine: FakeEngineCore, client: SessionClient) -> None:
-    """What counts is the time without a token, not how often an engine core died meanwhile."""
+    """The limit is the time without a token, not the number of times an engine core died."""
     engine.steps = asyncio.Semaphore(0)
     request = record()
     reading = asyncio.create_task(collect(await client.submit(request)))
@@ -170,7 +170,7 @@ async def test_ten_engine_cores_die_under_one_stream(engine: FakeEngineCore, cli
 
 
 async def test_random_losses_under_streams_of_four_choices(engine: FakeEngineCore, client: SessionClient) -> None:
-    """`collect` checks contiguity, one ending per choice and one of the request."""
+    """`collect` checks contiguity, one ending per choice and one ending of the request."""
     rng = random.Random(3)
     engine.steps = asyncio.Semaphore(0)
     requests = [record(n=4, max_tokens=rng.randrange(1, 24)) for _ in range(8)]
@@ -219,7 +219,7 @@ async def test_submit_without_an_engine_core(connect: Connect) -> None:
 
 
 async def test_a_restart_refuses_nobody(engine: FakeEngineCore, connect: Connect) -> None:
-    """Who comes while an engine core that was there is away waits for it, however short the wait for a stranger."""
+    """A request waits for an engine core that was connected before, however short the wait for one that never was."""
     client = connect(connect_s=0.01)
     await until(lambda: client.connected)
     await collect(await client.submit(record()))
@@ -465,7 +465,7 @@ async def test_closing_ends_open_requests(engine: FakeEngineCore, client: Sessio
 
 
 async def test_the_death_of_one_of_two_engine_cores_is_the_others_work(tmp_path: Path) -> None:
-    """Nobody waits for the dead one to come back, and it has its share again when it does."""
+    """No request waits for the dead one, which gets its share again once it is back."""
     places = [f"unix:{tmp_path}/{name}" for name in "ab"]
     client = SessionClient([EngineAddress(place) for place in places], GatewayMetrics("m"), waits())
     async with running_engine(places[0]) as first, running_engine(places[1]) as second:

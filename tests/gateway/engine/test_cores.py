@@ -1,4 +1,4 @@
-"""Requests go to who has time for them, those that begin alike to the same one, and to who failed lately last."""
+"""Routing: the least busy engine core, the same one for prompts with a common prefix, recently failed ones last."""
 
 from __future__ import annotations
 

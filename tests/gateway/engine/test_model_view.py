@@ -1,4 +1,4 @@
-"""What may go on where, and what counts as getting on."""
+"""On which models a request may continue, and what counts as progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEGUN = Begun(model_fingerprint="m1", numerics_id="n1")
     ("view", "final"),
     [
         (ModelView(fingerprint="m1", numerics_id="n1"), None),
-        (ModelView(), None),  # nothing is known yet: the engine core holds it until it is
+        (ModelView(), None),  # nothing is known yet: the engine core holds the request until it is
         (ModelView(fingerprint="m1"), None),
         (ModelView(fingerprint="m2", numerics_id="n1"), True),
         (ModelView(fingerprint="m2", numerics_id="n2"), True),

@@ -1,4 +1,4 @@
-"""However deltas are duplicated, merged, reordered across choices or lost, no token is lost or doubled."""
+"""Deltas may be duplicated, merged, reordered across choices or lost: no token is lost or duplicated."""
 
 from __future__ import annotations
 

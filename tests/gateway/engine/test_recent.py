@@ -1,4 +1,4 @@
-"""Of each tenant the last requests are kept, and told to nobody else."""
+"""The last requests of each tenant are kept, and shown to no other tenant."""
 
 from __future__ import annotations
 

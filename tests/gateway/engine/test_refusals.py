@@ -1,4 +1,4 @@
-"""A refusal is repeated to its kind for a moment, and to nobody else."""
+"""For a moment, a refusal is repeated to requests of the same kind, and to no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever looks at the stack costs the engine core little, and is told nothing rather than kept waiting."""
+"""Viewing the stack costs the engine core little, and gets no report rather than a long wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORKER = pb.Worker(worker_id="w", state="ready", epoch=3, device="cpu", num_bloc
 
 
 class Admin(AdminServicer):
-    """`answers` is cleared to leave questions open; `asked` is set by one."""
+    """Clear `answers` to leave calls unanswered; a call sets `asked`."""
 
     def __init__(self) -> None:
         self.answers = asyncio.Event()
@@ -77,7 +77,7 @@ async def test_a_connection_that_closes_leaves_the_question_without_an_answer(
 async def test_a_session_without_workers_to_tell_of_tells_nothing(
     engine: FakeEngineCore, client: SessionClient
 ) -> None:
-    assert await client.report() is None  # not connected yet, or one that has no such service
+    assert await client.report() is None  # not connected yet, or without this service
     await until(lambda: client.connected)
     assert await client.report() is None
 
@@ -96,7 +96,7 @@ def test_several_engine_cores_are_told_as_one_and_their_workers_apart() -> None:
 
 
 class Asking:
-    """Answers in its own time, and counts."""
+    """Answers with a delay, and counts calls."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""Whoever ends a request, and however, it is counted once, under how its user sees it, and logged without a word."""
+"""However a request ends, it is counted once, under the ending that its user sees, and logged without its text."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_pace_of_several_choices() -> None:
     assert times.on_tokens(0, 11.0) is None
     assert times.on_tokens(1, 11.0) is None
     assert times.tpot_s(2) is None
-    assert times.tpot_s(9) is None  # the sequences that a beam search tells at its end have no pace
+    assert times.tpot_s(9) is None  # beam search reports its sequences only at the end, so they have no pace
     assert times.on_tokens(0, 13.0) == 2.0
     assert times.on_tokens(1, 15.0) == 4.0
     assert times.ttft_s == 1.0

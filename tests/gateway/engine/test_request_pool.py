@@ -1,4 +1,4 @@
-"""However often and wherever a request is lost, it goes on where it began or says why not, and ends exactly once."""
+"""However often and wherever a request is lost, it continues where it was or says why not, and ends exactly once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_numbers_are_forgotten_with_the_attempt_that_had_them(bench: Bench
     bench.tokens(first, 5)
     bench.lose()
     bench.meet()
-    bench.accept(second, 0)  # another session, whose numbers begin anew
+    bench.accept(second, 0)  # another session, whose stream numbers start again
     bench.column((0, 0, 6), (1, 0, 7))
     assert (tokens_of(first), tokens_of(second)) == ([[5]], [[6]])
     bench.last(first, 5)
@@ -108,7 +108,7 @@ async def test_another_model_is_named_and_nothing_spliced(bench: Bench, lost: bo
     assert "'m1'" in message
     assert "'m2'" in message
     assert len(bench.submits(generation)) == 1
-    assert not fresh.request.ended  # it had no token: any model will do
+    assert not fresh.request.ended  # it has no token yet, so any model will do
     assert len(bench.submits(fresh)) == 1 + lost
 
 
@@ -134,7 +134,8 @@ async def test_a_prompt_does_not_go_to_another_vocabulary(bench: Bench) -> None:
 
 
 async def test_other_numerics_are_waited_out(bench: Bench) -> None:
-    """The engine core stands; a worker of the old kind may still come, for longer than an engine core is waited for."""
+    """The engine core is up; a worker with the old numerics may still join, even after the wait for an engine core is
+    over."""
     generation = bench.open()
     bench.tokens(generation, 5)
     bench.lose()
@@ -178,7 +179,7 @@ async def test_a_refusal_of_what_was_lost_is_tried_again(bench: Bench, code: str
     for attempt in (1, 2, 3):
         bench.reject(generation, code, retry_after_s=0.5)
         assert len(bench.submits(generation)) == 1 + attempt
-        bench.meet()  # a load says nothing about when to come again
+        bench.meet()  # a load report does not replace retry_after_s
         bench.after(0.4)
         assert len(bench.submits(generation)) == 1 + attempt
         bench.after(0.2)
@@ -212,7 +213,7 @@ async def test_refused_after_it_was_taken_it_tells_that_reason_too(bench: Bench)
 
 
 async def test_each_loss_has_a_wait_of_its_own(bench: Bench) -> None:
-    """Also when all that came between two losses was a refusal."""
+    """Also if only a refusal came between two losses."""
     generation = bench.open()
     bench.tokens(generation, 5)
     for _ in range(4):
@@ -249,7 +250,7 @@ async def test_losses_without_a_token_are_bounded_by_time(bench: Bench) -> None:
         num_losses += 1
     assert num_losses == int(bench.waits.losing_s / 2.0) + 2
     generation = bench.open()
-    for i in range(3 * num_losses):  # a token now and then, and there is no bound
+    for i in range(3 * num_losses):  # with an occasional token there is no bound
         bench.after(2.0)
         bench.lose()
         bench.meet()
@@ -259,7 +260,7 @@ async def test_losses_without_a_token_are_bounded_by_time(bench: Bench) -> None:
 
 
 async def test_what_tells_nothing_before_its_end_may_be_lost_now_and_then(bench: Bench) -> None:
-    """A search, or a text that is read: each time it was computed for long."""
+    """As in a beam search or a pooling request: each time it was computed for long before the loss."""
     generation = bench.open()
     for _ in range(9):
         bench.core.heard_at = bench.now + 1e6
@@ -305,7 +306,7 @@ async def test_what_raises_about_one_request_ends_it_once_and_no_other(meter: ty
 
 
 async def test_what_fits_into_no_frame_ends_and_takes_no_other_along(bench: Bench) -> None:
-    """Not when it is opened, nor when it is lost with others, nor when it was parked meanwhile."""
+    """Neither when opened, nor when lost together with others, nor after being parked."""
     before, beside = bench.open(), bench.open()
     huge = msgspec.structs.replace(record(), priority=2**31)
     opened = bench.pool.open(huge, counted=True)
@@ -375,7 +376,7 @@ OTHER = ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512)
 
 
 class Story:
-    """Any sequence of events; what is sent is answered as engine cores that begin with m1 and n1 would."""
+    """Any sequence of events; requests are answered as engine cores that begin with m1 and n1 would."""
 
     def __init__(self, num_cores: int) -> None:
         self.bench = Bench(num_cores=num_cores, resume_s=3.0, no_worker_s=6.0, losing_s=9.0)
@@ -398,7 +399,8 @@ class Story:
                 self._to_one(generation, event, core)
 
     def _to_one(self, generation: PooledGeneration, event: str, core: Core) -> None:
-        """Only of what this engine core was sent can it speak; where that is elsewhere by now, in vain."""
+        """An engine core speaks only about attempts sent to it; if the request has moved since, this must have no
+        effect."""
         request = generation.request
         name = request.record.request_id
         attempts = [attempt for (of, attempt), place in self.bench.place.items() if of == name and place is core]

@@ -1,4 +1,4 @@
-"""A session ends by what the engine core does or leaves undone, never by what its own process slept through."""
+"""A session ends by what the engine core does or fails to do, never because the gateway itself was suspended."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ async def test_an_engine_core_of_another_protocol_is_not_used(
     engine.set_load()
     engine.set_load()
     await asyncio.sleep(0.05)
-    assert len([r for r in caplog.records if "is not used" in r.message]) == 1  # not with every load
+    assert len([r for r in caplog.records if "is not used" in r.message]) == 1  # not with every load report
 
 
 async def test_requests_outwait_an_engine_core_of_another_protocol(
     engine: FakeEngineCore, client: SessionClient
 ) -> None:
-    """As in an update of everything in the wrong order."""
+    """As in an update of all processes in the wrong order."""
     engine.steps = asyncio.Semaphore(3)
     request = record()
     reading = asyncio.create_task(collect(await client.submit(request)))
@@ -82,19 +82,19 @@ async def test_requests_outwait_an_engine_core_of_another_protocol(
 
 
 async def test_who_was_held_up_itself_blames_nobody(engine: FakeEngineCore, connect: Connect) -> None:
-    """Everybody is stopped for longer than any of them may be silent; then all go on."""
-    client = connect(silent_s=2 * STALL_S)  # a hold-up of the loop is either shorter or does not count
+    """Everything is stopped for longer than the silence limit of any part; then all continue."""
+    client = connect(silent_s=2 * STALL_S)  # a stall of the event loop is either shorter or does not count
     engine.pulse_s = STALL_S / 2
     engine.steps = asyncio.Semaphore(2)
     request = record()
     reading = asyncio.create_task(collect(await client.submit(request)))
-    await until(lambda: sample(client, "generation_tokens_total") == 2)  # nothing is under way
+    await until(lambda: sample(client, "generation_tokens_total") == 2)  # nothing is in flight
     time.sleep(3 * STALL_S)  # noqa: ASYNC251 - the stall is what is tested
     await asyncio.sleep(0.2)
     engine.steps = None
     engine.break_streams()
     assert tokens_of(await reading) == expected_tokens(request)
-    assert sample(client, "engine_sessions_lost_total") == 1  # the one that was broken here
+    assert sample(client, "engine_sessions_lost_total") == 1  # the one that the test broke
 
 
 async def test_a_wait_for_an_engine_core_does_not_run_while_the_gateway_sleeps(
@@ -164,7 +164,7 @@ async def test_a_gateway_that_was_stopped_keeps_its_session(engine: FakeEngineCo
 async def test_frames_of_another_version_are_nothing_to_a_session(
     engine: FakeEngineCore, client: SessionClient
 ) -> None:
-    """A frame of a kind, and a delta with a field, that this version has not."""
+    """A frame of an unknown kind, and a delta with an unknown field."""
     unknown_kind = pb.ServerFrame.FromString(bytes([0x7A, 0x02, 0x08, 0x01]))  # field 15, a message
     assert unknown_kind.WhichOneof("frame") is None
 
@@ -233,7 +233,7 @@ def test_no_frame_raises_whatever_is_in_it(frames: list[pb.ServerFrame]) -> None
 async def test_one_engine_cores_frame_that_breaks_the_wire_costs_only_a_session(
     engine: FakeEngineCore, client: SessionClient
 ) -> None:
-    """Larger than a message may be: gRPC ends the call, and all goes on with the next."""
+    """A frame larger than a message may be: gRPC ends the call, and the request continues with the next session."""
     big = pb.ServerFrame(migrate=pb.Migrate(request_id="x" * (65 * 1024 * 1024)))
     engine.script = lambda run, delta: [delta, big] if (run.attempt, delta.result.first_index) == (0, 3) else [delta]
     request = record()

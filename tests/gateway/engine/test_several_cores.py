@@ -1,4 +1,4 @@
-"""What one of several engine cores cannot go on with, another one goes on with at once."""
+"""What one of several engine cores cannot continue, another one continues at once."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def test_what_no_other_can_go_on_with_is_left_where_it_is() -> None:
         bench.meet(OTHER, core=second)
     assert (bench.core_of(generation), generation.request.attempt) == (first, 0), "its workers come back, or do not"
     bench.meet(core=first)
-    for _ in range(30):  # first is silent
+    for _ in range(30):  # the first one is silent
         second.heard_at = bench.now + 0.1
         bench.after(0.1)
     assert (generation.request.attempt, first.losses) == (0, 0)

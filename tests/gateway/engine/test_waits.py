@@ -1,4 +1,4 @@
-"""Who is refused for want of an engine core is told when one is due, not a constant."""
+"""A request refused for lack of an engine core is told when one is due, not a constant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_one_that_was_there_is_waited_for_until_it_has_been_gone_for_long() -> N
     absence = Absence(WAITS, 0.0)
     absence.end()
     absence.begin(100.0)
-    absence.begin(105.0)  # it is gone already
+    absence.begin(105.0)  # already gone
     assert absence.submit_wait_s(100.0) == times.SUBMIT_WAIT_S
     assert absence.submit_wait_s(110.0) == times.SUBMIT_WAIT_S - 10.0
     assert absence.submit_wait_s(200.0) == times.CONNECT_WAIT_S
@@ -27,7 +27,7 @@ def test_retry_after_is_when_a_restart_is_due() -> None:
     absence = Absence(WAITS, 100.0)
     assert absence.retry_after_s(100.0) == WAITS.restart_s
     assert absence.retry_after_s(104.0) == WAITS.restart_s - 4.0
-    assert absence.retry_after_s(100.0 + WAITS.restart_s - 0.1) == 1.0  # never none at all
+    assert absence.retry_after_s(100.0 + WAITS.restart_s - 0.1) == 1.0  # never zero
 
 
 def test_retry_after_grows_with_an_absence_that_has_no_end_in_sight() -> None:

@@ -1,4 +1,4 @@
-"""What an operator finds of a request that was refused, and what a stranger can put into the log."""
+"""What an operator can find about a refused request, and what a stranger can write into the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUTES = frozenset({"/v1/models"})
 
 
 class Told:
-    """`now` is the time of the log."""
+    """`now` is the time that the log sees."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture, *, on: bool = True) -> None:
         caplog.set_level(logging.INFO, failure_log.logger.name)

@@ -1,4 +1,4 @@
-"""Limits hold on raw sockets, answer in OpenAI's shape, and cost nobody else anything."""
+"""Limits hold on raw sockets, answer in OpenAI's error format, and affect no other client."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIG = GatewayConfig(
 
 
 class Echo:
-    """Says what it was asked; /stream sends until its client is gone."""
+    """Records the requests; /stream sends until its client disconnects."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -173,7 +173,7 @@ async def test_line_breaks_between_requests_do_not_keep_a_connection(http: Runni
 
 
 async def test_dripping_heads_do_not_disturb_others(http: Running, echo: Echo) -> None:
-    """Slowloris: each byte in time, the head never complete."""
+    """Slowloris: each byte arrives in time, but the head never completes."""
 
     async def drip() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
@@ -241,7 +241,7 @@ async def test_requests_behind_a_proxy_are_counted_by_their_own_clients() -> Non
 
 
 async def by_key(scope: Any) -> Caller:
-    """A way to know callers that is not their address, and knows whom to send away."""
+    """Identifies callers by a header instead of their address, and refuses those without one."""
     key = dict(scope["headers"]).get(b"x-key", b"").decode()
     if not key:
         raise PagodaError(ErrorCode.INVALID_ARGUMENT, "who are you?")
@@ -324,7 +324,7 @@ async def test_connections_that_are_only_kept_make_room_the_longest_first(echo: 
     config = GatewayConfig(**limits, forwarded_allow_ips="")
     async with running_http(limited(echo, config), config) as http:
         kept = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(3)]
-        for reader, writer in [*kept, kept[0]]:  # the first one was used again, so the second has rested for longest
+        for reader, writer in [*kept, kept[0]]:  # the first one is used again, so the second is idle for longest
             writer.write(get("/"))
             assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
         await until(lambda: len(http.server.server_state.connections) == 3)
@@ -353,7 +353,7 @@ async def test_a_client_that_reads_nothing_is_cut_off(http: Running, echo: Echo)
 
 
 async def test_a_client_that_reads_slowly_is_served(echo: Echo) -> None:
-    """For longer than the limit, which it would only break if it were held up for so long itself."""
+    """For longer than the limit, which the client would break only if it read nothing for that long."""
     config = replace(CONFIG, slow_client_timeout_s=2.0)
     async with running_http(limited(echo, config), config) as http:
         reader, writer = await asyncio.open_connection("127.0.0.1", http.port, limit=65536)
@@ -381,7 +381,7 @@ async def test_websockets_are_closed() -> None:
 
 
 async def test_limits_hold_without_our_protocol() -> None:
-    """Under another ASGI server only the middleware is there."""
+    """Under another ASGI server only the middleware is present."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -416,7 +416,7 @@ UPLOADS = {"/upload": 2_000_000}
 
 
 async def taking(scope: Scope, receive: Receive, send: Send) -> None:
-    """Reads a body to its end, and says how long it was."""
+    """Reads a body to its end, and answers with its length."""
     num_bytes, more = 0, True
     while more:
         message = await receive()
@@ -435,7 +435,7 @@ async def upload() -> AsyncIterator[Running]:
 
 
 async def uploaded(port: int, *pieces: bytes, length: int, path: str = "/upload") -> tuple[int, bytes]:
-    """Send the pieces with pauses between them, each longer than a body may take that is none of an upload."""
+    """Send the pieces with pauses between them, each longer than the body timeout of an ordinary request."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"POST {path} HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n".encode())
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""A socket that outlives who listens on it."""
+"""A socket that outlives the process that listens on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests make the gateway hold."""
+"""How much memory requests hold in the gateway."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_one_client_has_half() -> None:
     budget.holding("b").grow_to(4 * UNIT)
     with pytest.raises(PagodaError):
         budget.holding("c").grow_to(2 * UNIT)
-    budget.holding("c").grow_to(UNIT)  # little is not counted
+    budget.holding("c").grow_to(UNIT)  # small amounts are not counted
     holding.release()
     budget.holding("c").grow_to(2 * UNIT)
 

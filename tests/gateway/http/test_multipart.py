@@ -1,4 +1,4 @@
-"""A form is read alike however it is cut, and what is no form is refused."""
+"""A form is parsed alike however it is split into chunks, and a body that is no form is refused."""
 
 from __future__ import annotations
 

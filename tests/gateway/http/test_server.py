@@ -1,4 +1,4 @@
-"""A server that leaves in order lets nobody in any more, though the socket that it listened on is held by others."""
+"""A server that shuts down accepts no more connections, even though other processes hold its listening socket."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_during_the_drain_who_comes_is_refused_and_who_is_there_is_served(
 
 @LOOPS
 def test_who_has_no_file_left_to_open_leaves_in_order(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    """As when more connections came than it may have files."""
+    """As when more connections arrive than its limit of open files allows."""
     with bind("127.0.0.1", 0) as held, asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_left_without_files(held.dup()))
         with pytest.raises(ConnectionRefusedError):
@@ -46,7 +46,7 @@ async def _left_without_files(listener: socket.socket) -> None:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await server.listening.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))  # of those that are open none is lost
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))  # files that are open stay open
     try:
         server.should_exit = True
         await serving
@@ -55,7 +55,7 @@ async def _left_without_files(listener: socket.socket) -> None:
 
 
 async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
-    """Nobody asks."""
+    """An app that is never called."""
 
 
 def _server(app: ASGIApp) -> HttpServer:
@@ -64,7 +64,7 @@ def _server(app: ASGIApp) -> HttpServer:
 
 
 async def _drained(held: socket.socket, listener: socket.socket) -> tuple[int, bytes]:
-    """What a stream gets that runs while its server leaves."""
+    """Status and body of a stream that runs while its server shuts down."""
     go_on = asyncio.Event()
 
     async def stream(scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,14 +90,14 @@ async def _drained(held: socket.socket, listener: socket.socket) -> tuple[int, b
 
 
 async def _until_refused(held: socket.socket) -> None:
-    """Nobody is let in to wait for an answer: it is over within the time that a look at a flag takes."""
+    """Connect until refused: a drained server accepts no connection to wait for an answer."""
     async with asyncio.timeout(20):
         while True:
             try:
                 _, writer = await asyncio.open_connection(*held.getsockname())
             except ConnectionRefusedError:
                 return
-            except ConnectionResetError:  # connected in the moment in which listening ended
+            except ConnectionResetError:  # connected just as listening ended
                 continue
             await _close(writer)
             await asyncio.sleep(0.01)
@@ -105,5 +105,5 @@ async def _until_refused(held: socket.socket) -> None:
 
 async def _close(writer: asyncio.StreamWriter) -> None:
     writer.close()
-    with contextlib.suppress(ConnectionError):  # the server was sooner
+    with contextlib.suppress(ConnectionError):  # the server closed first
         await writer.wait_closed()

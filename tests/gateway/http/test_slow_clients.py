@@ -1,4 +1,4 @@
-"""A client is slow by the gateway's own time: one that slept itself saw nobody read."""
+"""Slowness is measured on the gateway's clock: while the gateway itself is suspended, no client counts as slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where no connection more is served, health is told all the same, and nobody can take the places for that."""
+"""A server at its connection limit still answers health checks, and nobody can occupy the spare connections."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_health_is_asked_for_by_its_own_path_and_without_a_body(
 
 
 class Busy:
-    """Answers everything but /busy, which goes on until `done`."""
+    """Answers at once, except for /busy, which runs until `done`."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -135,7 +135,7 @@ async def test_sec_24_a_full_server_tells_its_health_and_nothing_else(limits: di
 
 
 async def test_sec_24_who_says_nothing_holds_no_spare_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One floods from its own address, many from others."""
+    """Floods come from the same address, and from many others."""
     monkeypatch.setattr("pagoda_gateway.http.protocol.SPARE_S", 60.0)
     async with full(Busy(), FULL) as http:
         flood = [

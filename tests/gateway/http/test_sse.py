@@ -1,4 +1,4 @@
-"""The event stream by itself: when it opens, how it ends, whom it notices."""
+"""The event stream by itself: when it opens, how it ends, how it notices that its client has left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 
 class Client:
-    """An ASGI client: keeps what it gets, leaves when `left` is set."""
+    """An ASGI client: records what it receives, and leaves when `left` is set."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
@@ -150,7 +150,7 @@ async def test_a_client_that_leaves_closes_the_events() -> None:
             client.left.set()
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)  # releasing takes awaiting
+            await asyncio.sleep(0)  # clean-up awaits
             closed.set()
 
     client = Client()

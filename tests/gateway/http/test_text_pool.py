@@ -1,4 +1,4 @@
-"""Pieces of text work: whose turn it is, what is dropped, and what is refused."""
+"""Pieces of text work: in which order they run, which are dropped, and which are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def piece(client: str, size: int = SMALL) -> Piece:
 
 
 LOOP = asyncio.new_event_loop()
-LOOP.close()  # a future needs one to belong to; nothing waits for it
+LOOP.close()  # a future must belong to a loop; nothing waits for it
 
 
 def queue(num: int = 1000, per_client: int = 1000) -> FairQueue:
@@ -48,7 +48,7 @@ def test_clients_take_turns_and_nothing_is_lost(arrivals: list[tuple[str, int]])
     order = taken(waiting)
     assert set(map(id, order)) == set(map(id, pieces))
     assert len(waiting) == 0
-    for i, one in enumerate(order):  # nobody is served again while another has waited since before
+    for i, one in enumerate(order):  # a client is served again only after those that waited longer
         later = {other.client for other in order[i + 1 :]}
         again = next((j for j in range(i + 1, len(order)) if order[j].client == one.client), None)
         if again is not None:
@@ -102,7 +102,7 @@ async def gate() -> AsyncIterator[threading.Event]:
 
 
 async def started(pool: TextPool, client: str, size: int, gate: threading.Event) -> asyncio.Task[bool]:
-    """A piece that runs until the gate opens."""
+    """A running piece of work that ends when the gate opens."""
     running = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -152,7 +152,7 @@ async def test_one_thread_serves_large_pieces_too() -> None:
 
 
 async def test_what_a_large_piece_took_goes_back_to_the_system() -> None:
-    """Few blocks in use would keep all of it, wherever they lie."""
+    """Without trimming, a few live blocks would keep all of the memory."""
     block, count = 2000, 50_000
 
     def work() -> list[bytes]:
@@ -161,7 +161,7 @@ async def test_what_a_large_piece_took_goes_back_to_the_system() -> None:
     before = psutil.Process().memory_info().rss
     pool = TextPool(1, queue())
     pins = await pool.run("a", LARGE, work)
-    await pool.run("a", SMALL, bool)  # after what follows the large one in the only thread
+    await pool.run("a", SMALL, bool)  # runs after the clean-up of the large piece, in the only thread
     assert psutil.Process().memory_info().rss - before < block * count // 2
     assert len(pins) == 100
 
@@ -169,7 +169,7 @@ async def test_what_a_large_piece_took_goes_back_to_the_system() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
 @pytest.mark.parametrize("own", [5, 15])
 def test_only_work_without_pythons_lock_yields_to_whoever_made_the_pool(own: int) -> None:
-    """Who holds the lock and waits for a processor has the event loop wait, too."""
+    """A thread that holds the GIL while waiting for a CPU would make the event loop wait, too."""
 
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, 0)

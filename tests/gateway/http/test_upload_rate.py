@@ -1,4 +1,4 @@
-"""A client that sends too fast waits for its own bytes, and nobody else does."""
+"""A client that uploads too fast is slowed down, and no other client is."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def upload(client: str, size: int) -> bytes:
 
 
 async def test_an_upload_over_the_rate_takes_its_time_and_no_blame() -> None:
-    """Its deadline would have passed long before, were it the client's time."""
+    """If throttled time counted as the client's, its deadline would have passed long before."""
     size, rate = FREE_BYTES + 1_500_000, 1_000_000
     async with serving(max_upload_bytes_per_second=rate, body_timeout_s=0.5) as (http, _):
         begun_at = time.monotonic()
         status, _, body = await talk(http.port, upload("1.1.1.1", size))
         assert (status, int(body)) == (200, size)
-        unpaid = 400_000  # what was read last is waited for by the client's next upload
+        unpaid = 400_000  # the client's next upload pays for the last read
         assert time.monotonic() - begun_at >= (1_500_000 - unpaid) / rate - BURST_S
 
 
@@ -112,7 +112,7 @@ async def test_sec_20_who_sends_too_much_at_once_is_refused_and_one_upload_never
 
 
 async def test_sec_20_what_a_client_left_behind_is_not_kept() -> None:
-    """The protocol and its request refer to each other, and may lie about until they are collected."""
+    """The protocol and its request refer to each other, and may stay in memory until they are collected."""
     came = asyncio.Event()
     bodies: list[bytes] = []
 
@@ -134,7 +134,7 @@ async def test_sec_20_what_a_client_left_behind_is_not_kept() -> None:
 
 
 async def test_what_is_read_after_a_refusal_counts() -> None:
-    """The answer still comes, and the rest of the upload is left unread."""
+    """The answer still arrives, and the rest of the upload is left unread."""
     size = 16_000_000
     async with serving(max_upload_bytes_per_second=FREE_BYTES, max_body_bytes=1000) as (http, app):
         reader, writer = await asyncio.open_connection("127.0.0.1", http.port)

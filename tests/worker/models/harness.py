@@ -1,4 +1,4 @@
-"""Drives a loaded model the way a runner does: rows with block tables, chunks, prefix hits, batches of anything."""
+"""Drives a loaded model as a runner does: rows with block tables, chunks, prefix hits, any mix in a batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Row:
 
 
 class Harness:
-    """Blocks are handed out in a scattered order, so that a wrong block table cannot go unnoticed."""
+    """Hands out blocks in scattered order, so that a wrong block table changes the results."""
 
     def __init__(self, loaded: LoadedModel, num_blocks: int = 256, block_size: int = BLOCK_SIZE) -> None:
         self.loaded = loaded
@@ -103,7 +103,7 @@ class Harness:
 
 
 def logits_of(loaded: LoadedModel, tokens: list[int], chunks: Sequence[int], slot: int = NO_ADAPTER) -> torch.Tensor:
-    """Logits [n, V] after every token of one row alone, computed in chunks of these sizes (the last one repeats)."""
+    """Logits [n, V] after every token of a row computed alone, in chunks of these sizes (the last size repeats)."""
     harness, row = Harness(loaded), Row(tokens, slot=slot)
     sizes = list(chunks)
     while row.computed < len(tokens):

@@ -1,4 +1,4 @@
-"""The bits of a row's logits depend on the row alone: not on its neighbours, its chunks, or where its KV came from."""
+"""The bits of a row's logits depend on the row alone: not on the batch, chunking, or where its KV came from."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_row_is_not_changed_by_fifteen_others(name: str, dtype: str, loaded: L
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
 def test_long_contexts(name: str, dtype: str, loaded: Loaded) -> None:
-    """Beyond one attention tile and one query slice; windows that begin in a later tile."""
+    """Contexts beyond one attention tile and one query slice; windows that begin in a later tile."""
     model, ids = loaded(name, dtype), tokens(700)
     whole = logits_of(model, ids, [len(ids)])
     assert_same_bits(logits_of(model, ids, [500, 1, 1, 7, 1, 1, 1, 1, 1, 64, 121, 1]), whole)
@@ -103,10 +103,10 @@ def test_blocks_of_a_row_that_computed_nan_are_clean_for_the_next(loaded: Loaded
     for layer in kv.layers:
         layer[bad.blocks] = torch.nan
     bad.tokens += tokens(15, 2)
-    harness.step([(bad, 15)])  # writes NaN, in its layers after the first, into the second block
+    harness.step([(bad, 15)])  # writes NaN into the second block, in layers after the first
     assert bad.logits[-1].isnan().all()
     assert kv.quarantined == {bad.blocks[1]}
-    for layer in kv.layers:  # what the test itself broke
+    for layer in kv.layers:  # undo what the test itself broke
         layer[bad.blocks[0]] = 0.0
     harness.free = [bad.blocks[0], bad.blocks[1]]
     row = Row(ids)

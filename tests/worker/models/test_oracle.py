@@ -1,7 +1,7 @@
 """Native models against transformers: the same greedy tokens in float32, close log-probabilities in bfloat16.
 
-Greedy tokens are compared by showing transformers our continuation: its choice after every prefix must be the token
-that follows, which is what generating one by one with it would give.
+Greedy tokens are compared by giving transformers our continuation: its choice after every prefix must be the token that
+follows, which is what generating token by token would give.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from tests.worker.models.conftest import Loaded, Saved
 from tests.worker.models.harness import Harness, logits_of
 
 NEW_TOKENS = 24
-# Mean and largest difference of bfloat16 log-probabilities from float32 ones, in nats; logits here have a standard
+# Mean and largest difference between bfloat16 and float32 log-probabilities, in nats; logits here have a standard
 # deviation of 1 to 2. transformers in bfloat16 differs by as much.
 BF16_MEAN, BF16_MOST = 0.06, 0.6
 WITH_EXPERTS, MOSTLY = (
     {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granite_moe", "gpt_oss", "glm4_moe", "llama4"}
-    | {"llama4_dense", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"},  # the first is dense in all layers but one
+    | {"llama4_dense", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"},  # all but one layer of the first are dense
     0.75,
 )
 
 
 def choices_of(model: Any, prompt: list[int], continuation: list[int]) -> list[int]:
-    """What transformers would choose after the prompt and after every token of the continuation but the last."""
+    """The token that transformers chooses after the prompt and after each continuation token but the last."""
     ids = torch.tensor([prompt + continuation[:-1]])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0]
@@ -59,7 +59,7 @@ def test_bfloat16_log_probabilities_are_close(name: str, kernels: str, saved: Sa
         expected = saved(name)[0](input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
     got = logits_of(loaded(name, "bfloat16", kernels), tokens, [len(tokens)]).log_softmax(-1)
     difference = (got - expected).abs()
-    if name in WITH_EXPERTS:  # rounding sends a token that is between two experts to the other, in transformers as here
+    if name in WITH_EXPERTS:  # rounding may route a token near a tie to the other expert, in transformers too
         difference = difference[difference.amax(-1).argsort()[: round(MOSTLY * len(tokens))]]
     assert difference.mean() < BF16_MEAN
     assert difference.max() < BF16_MOST

@@ -1,4 +1,5 @@
-"""Rows and their adapters: what cannot be had ends the row that asks; a slot is a row's for as long as it is here."""
+"""Rows and their adapters: an adapter that cannot be loaded ends the row that asks; a row keeps its slot while it
+runs."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ ONE, TWO, BAD = (Adapter(digit * 64, "/adapters") for digit in "12b")
 
 
 class FakeAdapters:
-    """Slots by digest; remembers which were said to be in use."""
+    """Slots by digest; records which were reported as in use."""
 
     count = 2
     room = Room()

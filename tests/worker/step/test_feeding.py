@@ -1,4 +1,4 @@
-"""A batch on its way to a device: everything in two copies, each part where 16 bytes begin."""
+"""Uploading a batch to a device: everything in two copies, each part aligned to 16 bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagoda_worker.rows.rows import Row
 from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots
 from pagoda_worker.step.feeding import ALIGNED_BYTES, uploaded
 
-SHAPES = [(0, 5, True), (7, 3, False), (3, 1, True)]  # of each row, where its new tokens begin, their number, sampled
+SHAPES = [(0, 5, True), (7, 3, False), (3, 1, True)]  # of each row: first new token, their number, if sampled
 
 
 def batch_of(slots: list[int]) -> Batch:

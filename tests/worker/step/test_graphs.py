@@ -1,4 +1,4 @@
-"""Decode steps recorded and replayed: what was recorded, not what the host says by now, and with the same bits."""
+"""Recorded decode steps replay what was recorded, without reading the host, and with the same bits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Waits(CapturableOps):
 
 @dataclass
 class Case:
-    """One decoder over two caches of equal contents: `kv` is for replays, `other` for steps operation by operation."""
+    """One decoder over two caches of equal contents: `kv` for replays, `other` for steps run operation by operation."""
 
     ops: AtenOps
     accelerator: FakeAccelerator
@@ -70,7 +70,7 @@ class Case:
         return self
 
     def replayed(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and logits side by side, replayed and operation by operation."""
+        """Hidden states and logits, concatenated: of the replay, and operation by operation."""
         with torch.inference_mode():
             replayed = self.graphed.replayed(work, [])
             assert replayed is not None
@@ -80,7 +80,7 @@ class Case:
             return torch.cat((replayed.hidden.float(), replayed.logits), 1), plain
 
     def caches_agree(self) -> bool:
-        """Also about the blocks that nobody's row has, except the scratch block."""
+        """Whether the caches agree, including unused blocks, except for the scratch block."""
         pairs = zip(self.kv[0].layers, self.other[0].layers, strict=True)
         return all(torch.equal(mine[:SCRATCH], its[:SCRATCH]) for mine, its in pairs)
 
@@ -91,7 +91,7 @@ def case() -> Case:
 
 
 def decodes(num_rows: int, rng: random.Random, num_tokens: int = 1) -> Work:
-    """Rows of any length with new tokens; every row has its own blocks, in any order."""
+    """Rows of random lengths with new tokens; every row has its own blocks, in random order."""
     blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     work = []
     for i in range(num_rows):
@@ -163,7 +163,7 @@ def test_what_is_no_decode_step_is_not_replayed(case: Case) -> None:
 
 def test_padding_rows_touch_the_scratch_block_alone(case: Case) -> None:
     before = [layer.clone() for layer in case.kv[0].layers]
-    work = decodes(5, random.Random(8))  # three rows of padding
+    work = decodes(5, random.Random(8))  # padded with three rows
     case.replayed(work)
     written = {int(index) for index in build_batch(work, BLOCK, CPU).kv_indices} | {SCRATCH * BLOCK}
     for old, new in zip(before, case.kv[0].layers, strict=True):
@@ -172,7 +172,7 @@ def test_padding_rows_touch_the_scratch_block_alone(case: Case) -> None:
 
 
 def test_what_the_host_says_is_not_read_again() -> None:
-    """Lengths from the host's list were on the device while the step was recorded, and are not when it is replayed."""
+    """Lengths from the host's list are on the device only during the recording, not during the replay."""
     case = Case(ReadsTheHost(CPU), FakeAccelerator()).captured()
     with pytest.raises(RuntimeError, match="given back"):
         case.replayed(decodes(2, random.Random(2)))

@@ -1,4 +1,4 @@
-"""Rows on the device: what a decode step asks for, that it is what the host would have built, and what is doubted."""
+"""Rows kept on the device: what a decode step uploads, that it matches the host's batch, and when it is rewritten."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pagoda_worker.step.runner import LostStep, ModelRunner
 
 CPU = torch.device("cpu")
 MAX_ROWS, NUM_BLOCKS = 6, 60
-HEAD, CELL, TOKEN = 4 * 8, 2 * 8, 2 * 8  # bytes of what may have to be sent of a row: its state, a block, its token
+HEAD, CELL, TOKEN = 4 * 8, 2 * 8, 2 * 8  # bytes that a row may need uploaded: its state, a block, its token
 
 
 class Unlucky(FakeAccelerator):
-    """An upload fails when `fails` says so."""
+    """An upload fails while `fails` is set."""
 
     fails = False
 
@@ -76,7 +76,7 @@ def device_runner(accelerator: FakeAccelerator) -> ModelRunner:
 
 
 def decoding(num_rows: int, prompt: int) -> tuple[FakeAccelerator, Driver]:
-    """Rows of prompts of so many tokens that were prefilled, with uploads forgotten."""
+    """Rows whose prompts of this length are prefilled, with the uploads so far forgotten."""
     accelerator = FakeAccelerator()
     driver = Driver(device_runner(accelerator), block_size=BLOCK, free=list(range(NUM_BLOCKS)))
     driver.run([driver.add(i, [i + 1] * prompt) for i in range(num_rows)])
@@ -95,7 +95,7 @@ def test_a_step_in_which_nothing_changes_sends_nothing(num_rows: int) -> None:
         accelerator.uploads.clear()
     assert sent[0] <= num_rows * (HEAD + CELL + TOKEN)  # after the prefill
     assert sent[1:12] == [0] * 11
-    assert sent[12] == num_rows * (HEAD + CELL)  # position 16: every row begins a block
+    assert sent[12] == num_rows * (HEAD + CELL)  # position 16: every row starts a new block
     assert sent[13] == 0
 
 
@@ -110,7 +110,8 @@ def test_two_steps_in_flight_send_no_more() -> None:
 
 
 def test_a_row_that_leaves_costs_the_others_nothing() -> None:
-    """The last row takes its line, with its state, table and token; what is beyond the step's size is let be."""
+    """The last row moves to its line, with its state, table and token; lines beyond the step's size stay as they
+    are."""
     accelerator, driver = decoding(5, prompt=4)
     driver.run([])
     accelerator.uploads.clear()
@@ -136,11 +137,11 @@ def test_the_order_of_chunks_costs_nothing() -> None:
 
 
 def test_padding_is_sent_once() -> None:
-    accelerator, driver = decoding(5, prompt=4)  # replayed by 6: one line is of no row from the beginning
+    accelerator, driver = decoding(5, prompt=4)  # replayed at size 6, so one line is padding from the beginning
     driver.run([])
     accelerator.uploads.clear()
     driver.finish(4)
-    driver.finish(3)  # replayed by 4
+    driver.finish(3)  # replayed at size 4
     driver.run([])
     assert accelerator.uploads == [HEAD + CELL]
     driver.run([])
@@ -174,7 +175,7 @@ def row_of(row_id: int, num_tokens: int, rng: random.Random, num_tables: int) ->
     tokens = np.array([rng.randrange(VOCAB) for _ in range(num_tokens)])
     blocks, *others = (np.array(rng.sample(range(NUM_BLOCKS), 6)) for _ in range(num_tables))
     for kept in others:
-        kept[: rng.randrange((num_tokens - 1) // BLOCK + 1)] = NO_BLOCK  # behind its window
+        kept[: rng.randrange((num_tokens - 1) // BLOCK + 1)] = NO_BLOCK  # outside its window
     slot = rng.randrange(NO_ADAPTER, 3)
     return Row.of(new_row(row_id, [0], [0], num_prompt_tokens=1), tokens, blocks, slot=slot, others=others)
 
@@ -182,7 +183,7 @@ def row_of(row_id: int, num_tokens: int, rng: random.Random, num_tables: int) ->
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_lines_are_the_batch_the_host_builds(seed: int) -> None:
-    """Over steps with rows that come, go, pause, are computed elsewhere, change blocks, and uploads that fail."""
+    """Over steps in which rows arrive, leave, pause, run elsewhere and change blocks, and uploads fail."""
     rng, accelerator = random.Random(seed), Unlucky()
     num_tables = rng.choice([1, 1, 2, 3])
     lines = lines_for(8, num_tables)
@@ -212,7 +213,7 @@ def test_lines_are_the_batch_the_host_builds(seed: int) -> None:
         truth = build_batch(work, BLOCK, CPU)
         size = rng.randrange(len(work), 9)
         hidden = {}
-        for step in earlier:  # the host does not know these yet
+        for step in earlier:  # tokens that the host does not know yet
             for row, _ in work:
                 if row.row_id in step.promised:
                     hidden[row.row_id] = int(row.tokens.array[-1])
@@ -231,7 +232,7 @@ def test_lines_are_the_batch_the_host_builds(seed: int) -> None:
         for place in range(num_tables):
             check(lines.batch(size, adapted=True).at(place), truth.at(place), size)
         earlier = []
-        if rng.random() < 0.8:  # the device chooses, else the host did
+        if rng.random() < 0.8:  # the device sampled, otherwise the host
             ids = torch.tensor([rng.randrange(-1, VOCAB) for _ in work])
             lines.advance(ids)
             if rng.random() < 0.6:
@@ -249,7 +250,7 @@ def launched(rows: list[Row], ids: torch.Tensor) -> OnDevice:
 
 
 def check(batch: Batch, truth: Batch, size: int) -> None:
-    """The first lines are `truth`, the others of `size` padding."""
+    """The first lines equal `truth`; the others, up to `size`, are padding."""
     count = truth.num_rows
     for name in ("token_ids", "positions", "kv_indices", "lengths"):
         assert torch.equal(getattr(batch, name)[:count], getattr(truth, name)), name
@@ -272,7 +273,7 @@ MANNERS = [GREEDY, GREEDY, GREEDY, SamplingParams(temperature=0.9)]
 
 
 def choices(seed: int) -> list[Choice]:
-    """Some of them of one prompt."""
+    """Choices, some of which share a prompt."""
     rng, found = random.Random(seed), []
     for _ in range(rng.randrange(1, 5)):
         prompt = [rng.randrange(BOMB) for _ in range(rng.randrange(1, 50))]
@@ -324,7 +325,7 @@ def test_a_row_of_another_life_is_not_taken_for_one_of_the_same_name() -> None:
 
 
 def begun_pair(accelerator: FakeAccelerator) -> ModelRunner:
-    """Two rows with two tokens each."""
+    """A runner with two rows that have two output tokens each."""
     runner = device_runner(accelerator)
     rows = [new_row(i, [5 + i, 6], [i]) for i in (1, 2)]
     runner.execute(step_of(1, *(Chunk(i, 0, 2, True) for i in (1, 2)), new_rows=rows))
@@ -333,7 +334,7 @@ def begun_pair(accelerator: FakeAccelerator) -> ModelRunner:
 
 
 def go_on_elsewhere(runner: ModelRunner) -> None:
-    """The first of the pair comes back with what it had, under the lines of before, and goes on as if undisturbed."""
+    """The first row comes back with its tokens, beside lines from before, and continues as if undisturbed."""
     known = [6, 6, *continued([6, 6], 2)]
     result = runner.execute(step_of(1, Chunk(1, 0, 4, True), new_rows=[new_row(1, known, [2])]))
     assert result.outputs[0].token_ids == continued([6, 6], 3)[2:]

@@ -1,4 +1,4 @@
-"""Rows that come back from the host's memory go on as if they had never left, to the last bit."""
+"""Rows swapped in from host memory continue as if they had never left, to the last bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from pagoda_worker.step.pending import Pending
 from pagoda_worker.step.runner import LostStep, ModelRunner
 
 NUM_SWAP_BLOCKS = 12
-SWAP_SPACE_GIB = NUM_SWAP_BLOCKS * KV_SHAPE.bytes_per_block(BLOCK_SIZE) / GIB  # of the fake model
+SWAP_SPACE_GIB = NUM_SWAP_BLOCKS * KV_SHAPE.bytes_per_block(BLOCK_SIZE) / GIB  # for the fake model
 PROMPT = [(7 * i + 3) % 400 for i in range(37)]
 OTHER = [(11 * i + 5) % 400 for i in range(44)]
 
@@ -62,7 +62,8 @@ RUNNERS: dict[str, Callable[[], ModelRunner]] = {
 
 
 def decode(runner: ModelRunner, step: int, row_id: int, start: int, count: int) -> list[RowOutput]:
-    """`count` steps of one row from token `start` on, whose blocks it has; the first plan is `step`."""
+    """Run `count` decode steps of one row from token `start` on; its blocks are allocated, and the first plan is
+    `step`."""
     plans = (StepPlan(step=step + i, chunks=[Chunk(row_id, start + i, 1, True)]) for i in range(count))
     results = [runner.execute(plan) for plan in plans]
     assert [result.errors for result in results] == [[]] * count
@@ -70,21 +71,21 @@ def decode(runner: ModelRunner, step: int, row_id: int, start: int, count: int) 
 
 
 def begin(runner: ModelRunner, blocks: list[int], params: SamplingParams) -> list[RowOutput]:
-    """Row 1 with its prompt and two further tokens; 39 tokens are computed, the 40th is known."""
+    """Run the prompt of row 1 and two more tokens; 39 tokens are then computed, and the 40th is known."""
     row = new_row(1, PROMPT, blocks, params=params)
     result = runner.execute(StepPlan(step=1, new_rows=[row], chunks=[Chunk(1, 0, len(PROMPT), True)]))
     return [*result.outputs, *decode(runner, 2, 1, len(PROMPT), 2)]
 
 
 def content(outputs: Sequence[RowOutput]) -> list[Any]:
-    """Without the id of the row: everything that must be equal to the last bit."""
+    """Everything except the row's id: it must be equal to the last bit."""
     return [(output.token_ids, output.logprobs) for output in outputs]
 
 
 @pytest.mark.parametrize("manner", MANNERS[:3])
 @pytest.mark.parametrize("make", RUNNERS.values(), ids=RUNNERS)
 def test_a_swapped_row_goes_on_with_the_same_bits(make: Callable[[], ModelRunner], manner: dict[str, Any]) -> None:
-    """Its blocks go to another row by the plan that swaps them out, and what comes back lies in other blocks."""
+    """The plan that swaps it out gives its blocks to another row, and it comes back in other blocks."""
     params = SamplingParams(**manner)
     undisturbed = make()
     expected = begin(undisturbed, [0, 1, 2, 3], params) + decode(undisturbed, 4, 1, len(PROMPT) + 2, 6)
@@ -116,7 +117,7 @@ def test_a_swapped_row_goes_on_with_the_same_bits(make: Callable[[], ModelRunner
     outputs += decode(runner, 6, 3, len(known), 5)
     assert content(outputs) == content(expected)
 
-    again = make()  # and computed again, as without swap space
+    again = make()  # recomputed, as without swap space
     row = new_row(4, known, [0, 1, 2, 3], num_prompt_tokens=len(PROMPT), params=params)
     first = again.execute(StepPlan(step=1, new_rows=[row], chunks=[Chunk(4, 0, len(known), True)]))
     recomputed = [*first.outputs, *decode(again, 2, 4, len(known), 5)]
@@ -124,7 +125,7 @@ def test_a_swapped_row_goes_on_with_the_same_bits(make: Callable[[], ModelRunner
 
 
 def test_the_draft_model_has_its_blocks_back_too() -> None:
-    """The fake model hashes what its cache holds, so a block missing there would make a wrong guess."""
+    """The fake model hashes the contents of its cache, so a missing block would make a draft wrong."""
     runner = speculating(draft_model(), swap_space_gib=2 * SWAP_SPACE_GIB)
     assert runner.facts.kv_groups[0].num_swap_blocks == NUM_SWAP_BLOCKS
     driver = Allowing(runner)
@@ -148,7 +149,7 @@ def test_the_draft_model_has_its_blocks_back_too() -> None:
 
 
 class Swapping:
-    """Greedy rows that are preempted and come back at random, over few blocks: what is freed is given away at once."""
+    """Greedy rows, preempted and resumed at random, over few blocks: freed blocks are reused at once."""
 
     def __init__(self, seed: int, prompts: list[list[int]], steps: int) -> None:
         self.rng = random.Random(seed)
@@ -156,9 +157,9 @@ class Swapping:
         self.prompts = prompts
         self.tokens = [list(prompt) for prompt in prompts]
         self.lengths = [len(prompt) + steps for prompt in prompts]
-        self.rows: dict[int, int] = {}  # by number of the prompt: the row id of those that run,
-        self.tables: dict[int, list[int]] = {}  # their blocks,
-        self.swapped: dict[int, list[int]] = {}  # and the swap blocks of those that do not
+        self.rows: dict[int, int] = {}  # prompt number -> row id of each running row,
+        self.tables: dict[int, list[int]] = {}  # -> its blocks,
+        self.swapped: dict[int, list[int]] = {}  # -> and the swap blocks of each row that does not run
         self.num_rows = self.num_swapped_in = 0
 
     @property
@@ -203,7 +204,7 @@ class Swapping:
                 self.tables[i] = self.take(self.free, num_blocks)
                 held = self.swapped.pop(i, [])
                 ins += zip(held, self.tables[i], strict=False)
-                self.swap_free += held  # all swap-outs of this plan have been chosen
+                self.swap_free += held  # safe: this plan's swap-outs have been chosen
                 values: dict[str, Any] = {"num_prompt_tokens": len(self.prompts[i])}
                 values["num_computed"] = len(tokens) - 1 if held else 0
                 new.append(new_row(self.num_rows, list(tokens), list(self.tables[i]), **values))
@@ -241,8 +242,8 @@ def test_rows_that_come_and_go_have_the_tokens_of_undisturbed_ones(seed: int, on
 
 
 def test_a_swap_is_in_order_with_steps_that_are_not_answered_yet() -> None:
-    """The device has not said which tokens it chose when the row's blocks leave; its K and V are in place all the
-    same."""
+    """The device has not yet reported the tokens it chose when the row's blocks leave, but their K and V are in
+    place."""
     accelerator = FakeAccelerator()
     runner = fake_runner(accelerator=accelerator, swap_space_gib=SWAP_SPACE_GIB)
     plans = [
@@ -269,7 +270,7 @@ def test_a_swap_is_in_order_with_steps_that_are_not_answered_yet() -> None:
 
 
 class Failing(FakeOps):
-    """Moves of blocks fail where they are told to."""
+    """Moves of blocks fail where an error is set."""
 
     export_error: Exception | None = None
     import_error: Exception | None = None
@@ -292,7 +293,7 @@ class Failing(FakeOps):
 
 
 def failing_runner() -> tuple[ModelRunner, Failing]:
-    """Row 0 goes on; row 1, of 16 tokens and one known, is to be swapped out of block 1."""
+    """Row 0 continues; row 1, with 16 tokens computed and one known, is to be swapped out of block 1."""
     ops = Failing()
     loaded: Any = FakeLoaded(FakeModel(), ops)
     runner = ModelRunner(loaded, NUM_BLOCKS, WorkerConfig(block_size=BLOCK_SIZE, swap_space_gib=SWAP_SPACE_GIB))
@@ -348,7 +349,7 @@ def test_nothing_is_swapped_in_from_an_earlier_life() -> None:
     runner.execute(OUT)
     runner.reset()
     into = runner.execute(IN)
-    assert {error.row_id for error in into.errors} == {0, 2}  # both unknown to this life
+    assert {error.row_id for error in into.errors} == {0, 2}  # both are unknown after the reset
 
 
 # --- the space itself -------------------------------------------------------------------------------------------------
@@ -378,7 +379,7 @@ def test_all_caches_move_alike() -> None:
 
 
 def test_blocks_of_a_group_move_in_the_caches_that_go_by_its_table() -> None:
-    """Three caches, of which the second goes by another table, whose blocks and swap blocks follow the first one's."""
+    """Three caches; the second uses another table, whose blocks and swap blocks come after the first one's."""
     caches = [filled(seed) for seed in (1, 2, 3)]
     shapes = [replace(KV_SHAPE, table=table) for table in (0, 1, 0)]
     loaded: list[Any] = [FakeLoaded(kv_groups=(shape,)) for shape in shapes]
@@ -413,7 +414,7 @@ def test_many_blocks_move_in_parts_through_little_memory(monkeypatch: pytest.Mon
     cache = filled(3)
     before = cache.clone()
     space = SwapSpace(loaded, KV_SHAPE, cache, BLOCK_SIZE, 8, accelerator)
-    assert accelerator.journal == ["pinned"] * 3  # 3 and 3 and 2 blocks
+    assert accelerator.journal == ["pinned"] * 3  # of 3, 3 and 2 blocks
     space.swap_out([(10 + i, 7 - i) for i in range(8)])
     cache.zero_()
     space.swap_in([(7 - i, 20 + i) for i in range(8)])

@@ -1,4 +1,5 @@
-"""How rows that are read whole lie in a step: parts in blocks of their own, what is unseen over a shorter context."""
+"""How rows that are read whole are laid out in a step: parts in their own blocks, unseen tokens over a shorter
+context."""
 
 from __future__ import annotations
 

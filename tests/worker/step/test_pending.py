@@ -1,4 +1,4 @@
-"""Steps launched ahead of the answer to the one before, on an accelerator that answers when it is told to."""
+"""Steps launched before the previous one has been answered, on an accelerator that answers on demand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokens_of(result: StepResult) -> dict[int, list[int]]:
 
 
 def alone(tokens: list[int], steps: int) -> list[int]:
-    """What one greedy row of these tokens goes on with, step by step on a CPU."""
+    """The greedy continuation of one row with these tokens, step by step on a CPU."""
     runner = fake_runner()
     results = [runner.execute(first(tokens))]
     results += [runner.execute(then(step, len(tokens) + step - 2)) for step in range(2, steps + 1)]
@@ -87,7 +87,8 @@ def test_tokens_that_the_host_chooses_are_chosen_before_the_next_launch(params: 
 
 
 def test_a_row_may_turn_from_the_device_to_the_host_and_back() -> None:
-    """Row 1 is chosen for by the host, so steps with it are; row 0 goes on with the same tokens throughout."""
+    """The host samples row 1, so it samples whole steps that contain it; row 0 continues with the same tokens
+    throughout."""
     runner = fake_runner(accelerator=FakeAccelerator())
     plans = [
         first([5, 6, 7]),
@@ -118,7 +119,7 @@ manners = st.sampled_from([{"temperature": 0.0}, {"temperature": 0.0}, *BY_HOST]
 
 
 def played(runner: ModelRunner, seed: int, given_manners: list[dict[str, Any]], ahead: bool) -> dict[int, list[Any]]:
-    """What rows of these manners are answered over a dozen steps; `ahead` collects at random moments."""
+    """The outputs of rows with these parameters over a dozen steps; `ahead` collects results at random moments."""
     rng, when = random.Random(seed), random.Random(seed + 1)
     driver, streams = Driver(runner), {i: [] for i in range(len(given_manners))}
     waiting = list(enumerate(given_manners))
@@ -157,7 +158,7 @@ def test_a_row_that_ends_in_one_step_is_unknown_in_the_next() -> None:
     model = FakeModel()
     runner = fake_runner(model, accelerator=FakeAccelerator())
     one, two = runner.launch(first([5, 6], [POISON])), runner.launch(then(2, 2, 1))
-    assert model.batches[1].token_ids.tolist() == [*alone([5, 6], 1), 0]  # no id that no table has
+    assert model.batches[1].token_ids.tolist() == [*alone([5, 6], 1), 0]  # not an id outside the embedding table
     assert [(error.row_id, error.code) for error in runner.collect(one).errors] == [(1, ErrorCode.NUMERICAL_ERROR)]
     second = runner.collect(two)
     assert [(error.row_id, error.code) for error in second.errors] == [(1, ErrorCode.PROTOCOL_ERROR)]

@@ -53,7 +53,7 @@ MANNERS: list[dict[str, Any]] = [
 
 
 def tiny_llama(kernels: str = "torch", **options: Any) -> ModelRunner:
-    """The real thing in small: random weights of a llama with two layers, in bfloat16."""
+    """A small real model: a llama with two layers and random weights, in bfloat16."""
     spec = spec_of(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -92,7 +92,7 @@ def tiny_llama(kernels: str = "torch", **options: Any) -> ModelRunner:
 
 
 def native_llama() -> ModelRunner:
-    """The same on the native kernels, which sample in their own way."""
+    """The same on the native kernels, which have their own sampling."""
     return tiny_llama("native")
 
 
@@ -108,7 +108,7 @@ def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
 def outputs_of(
     driver: Driver, row_id: int, new: list[NewRow], steps: int, chunk_tokens: int = 10**6
 ) -> list[RowOutput]:
-    """The row's outputs over `steps` samples, whatever the other rows do."""
+    """The row's outputs over `steps` samples, while the other rows run beside it."""
     outputs: list[RowOutput] = []
     while len(outputs) < steps:
         result = driver.run(new, chunk_tokens)
@@ -430,7 +430,7 @@ def plain_step(runner: Any, row: NewRow) -> None:
 
 
 class Scribbling:
-    """Operations that leave nothing in tensors which they may overwrite, but what they return."""
+    """Operations that overwrite every tensor they are allowed to, except their results."""
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
