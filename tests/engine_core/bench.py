@@ -33,7 +33,7 @@ class Bench:
             self.clock.advance(0.01)
 
     def pass_time(self, seconds: float) -> None:
-        """While the engine core runs: a leap of the clock would be its own stall."""
+        """Let time pass while the engine core runs; a single leap of the clock would count as its own stall."""
         for _ in range(round(seconds / 0.25)):
             self.clock.advance(0.25)
             self.engine.step(0)

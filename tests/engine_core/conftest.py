@@ -14,7 +14,7 @@ from tests.fakes import FakeRunner
 
 @pytest.fixture
 def bench() -> Bench:
-    """It has one worker, of epoch 1."""
+    """An engine core with one worker, of epoch 1."""
     bench = Bench()
     bench.executor.join(1, make_hello())
     bench.settle()

@@ -1,6 +1,6 @@
-"""Workers without tensors that speak the real wire.
+"""Workers without tensors that speak the real wire protocol.
 
-Peer         the two DEALER sockets of one registration and nothing else; tests say every word themselves
+Peer         only the two DEALER sockets of one registration; tests send every message themselves
 FakeWorker   a whole worker on a thread: registers, beats, executes plans with FakeRunner, registers anew
 processes    `python -m tests.engine_core.fake_worker ENDPOINT WORKER_ID [STEP_S]` runs one as a process
 """
@@ -40,7 +40,7 @@ from pagoda_proto.steps import (
 )
 
 BEAT_S = 0.1
-RSS_BYTES = 123_456_000  # what it says of itself
+RSS_BYTES = 123_456_000  # as a FakeWorker reports
 REPO = Path(__file__).parents[2]
 
 
@@ -60,14 +60,14 @@ def make_hello(worker_id: str = "w0", **fields: object) -> Hello:
         pid=os.getpid(),
         kv_groups=(KVGroup(64),),
     )
-    one = {name: fields.pop(name) for name in KVGroup.__struct_fields__ if name in fields}  # what its one group has
+    one = {name: fields.pop(name) for name in KVGroup.__struct_fields__ if name in fields}  # fields of the only group
     if one:
         fields["kv_groups"] = (KVGroup(**{"num_blocks": 64} | one),) if one.get("num_blocks", 64) else ()
     return msgspec.structs.replace(hello, **fields)
 
 
 class Peer:
-    """One worker's sockets. Used by one thread at a time. `version` is what it says things in."""
+    """One worker's sockets. Used by one thread at a time. `version` is the protocol version that it sends."""
 
     def __init__(self, endpoint: str, hello: Hello, *, with_control: bool = True) -> None:
         self.hello = hello
@@ -94,7 +94,7 @@ class Peer:
         return socket
 
     def renew(self) -> None:
-        """Sockets and routing ids of the next registration; those of the last stay open, as if nobody had noticed."""
+        """Open sockets with the routing ids of the next registration; the old ones stay open, as if unnoticed."""
         self.hello = msgspec.structs.replace(self.hello, registration=self.hello.registration + 1)
         self._connect()
 
@@ -137,7 +137,7 @@ def runner_of(hello: Hello) -> FakeRunner:
 
 
 class FakeWorker:
-    """`step_s` is how long a step takes. `hold` makes plans pile up until it is cleared."""
+    """`step_s` is how long a step takes. While `hold` is set, plans pile up."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A sink that remembers what it was told, and a scripted executor."""
+"""A sink that records what it receives, and a scripted executor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pagoda_proto.steps import Hello, StepPlan, StepResult
 
 
 class ResettableRunner(FakeRunner):
-    """FakeRunner that can begin anew, and whose steps are over when they are launched."""
+    """A FakeRunner that can be reset, and whose steps finish when they are launched."""
 
     depth = 1
 
@@ -43,7 +43,7 @@ class ResettableRunner(FakeRunner):
 
 
 class RecordingSink:
-    """Checks on the way that positions follow each other, and that a request ends once."""
+    """Also asserts that positions are consecutive and that each request ends once."""
 
     def __init__(self) -> None:
         self.accepted_ids: list[tuple[str, int]] = []
@@ -95,7 +95,7 @@ class RecordingSink:
             self.endings[delta.request_id] = delta
 
     def prime(self, request_id: str, choice: int, tokens: list[int]) -> None:
-        """Tokens that an earlier attempt delivered."""
+        """Record tokens that an earlier attempt delivered."""
         self.tokens[request_id, choice] = list(tokens)
 
     def choices(self, request_id: str) -> list[list[int]]:
@@ -111,7 +111,7 @@ class RecordingSink:
 
 
 class ScriptedExecutor:
-    """Tests put events in and look at what was sent; `answer` lets a FakeRunner compute the oldest plan of a life."""
+    """Tests add events and look at what was sent; `answer` lets a FakeRunner compute the oldest plan of an epoch."""
 
     concurrent = True
 
@@ -120,12 +120,12 @@ class ScriptedExecutor:
         self.sent: list[tuple[int, ToExecutor]] = []
         self.plans: dict[int, deque[StepPlan]] = {}
         self.runners: dict[int, FakeRunner] = {}
-        self.worked_s = 0.0  # what workers say that a step took
+        self.worked_s = 0.0  # step time that workers report; 0: none
         self.deadlines_s: list[float] = []  # of the plans that were sent
-        self.waits_s: list[float] = []  # how long the engine core would have waited, each time
+        self.waits_s: list[float] = []  # the timeout of each wait
         self.closed = False
-        self.lives: list[WorkerInfo] = []  # further ones, to be looked at only
-        self.held: list[str] = []  # every word of numerics that are held, in order
+        self.lives: list[WorkerInfo] = []  # additional entries for `workers` only
+        self.held: list[str] = []  # every change of the held numerics, in order
 
     def hold(self, numerics_id: str) -> str:
         if self.held[-1:] != [numerics_id]:
@@ -152,7 +152,7 @@ class ScriptedExecutor:
 
     def send(self, epoch: int, message: ToExecutor, deadline_s: float = math.inf) -> None:
         self.sent.append((epoch, message))
-        if isinstance(message, StepPlan) and epoch in self.plans:  # to a life that is over it goes nowhere
+        if isinstance(message, StepPlan) and epoch in self.plans:  # dropped if that life is over
             self.plans[epoch].append(message)
             self.deadlines_s.append(deadline_s)
 

@@ -35,7 +35,7 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
 def causes(delta: Delta | None) -> dict[str, float]:
-    """What the ending says that its request waited for, in seconds by cause."""
+    """Seconds that the request waited, by cause, from the ledger in its ending."""
     assert delta is not None
     assert delta.ledger is not None
     return {entry.cause: entry.seconds for entry in delta.ledger}
@@ -104,7 +104,7 @@ class Client:
 
 
 def found_outputs(record: RequestRecord, model: FakeModel) -> list[ReferenceChoice]:
-    """What a beam search must yield: `BeamSearch`, with a model and nothing else."""
+    """The expected output of a beam search: `BeamSearch` run directly on the model."""
     task, params = record.task, record.task.params
     assert params.max_tokens is not None
     search = BeamSearch(params.n, params.length_penalty, task.ends, params.max_tokens, params.logprobs)
@@ -201,7 +201,7 @@ class Harness:
         request = self.request(record, attempt=attempt, prior=prior)
         if attempt == 0:
             client = self.clients[record.request_id] = Client(record)
-            for output in prior:  # a client of an earlier attempt, made up
+            for output in prior:  # as if an earlier attempt had delivered it
                 client.tokens[output.choice] = list(output.token_ids)
                 if output.finished:
                     client.reasons[output.choice] = FinishReason.ABORT
@@ -213,8 +213,8 @@ class Harness:
             self.clients[delta.request_id].receive(delta)
 
     def plan(self) -> StepPlan | None:
-        """Schedule one step and have the worker execute it; its result waits for `land`. The plan, with a chunk for
-        every row that decodes."""
+        """Schedule one step and have the worker execute it; its result waits for `land`. Returns the plan, with a chunk
+        for every decoding row."""
         plan = self.scheduler.schedule(self.clock())
         if plan is None:
             return None
@@ -223,7 +223,7 @@ class Harness:
         return self.plans[-1]
 
     def land(self, forward_s: float = 0.0) -> list[Delta]:
-        """Apply the oldest result, which took the worker so long."""
+        """Apply the oldest result, as if the worker had taken `forward_s` for it."""
         result = msgspec.structs.replace(self.results.popleft(), forward_s=forward_s)
         deltas = self.apply(result)
         self.receive(deltas)
@@ -253,7 +253,7 @@ class Harness:
         return requests
 
     def move(self, request: Request) -> None:
-        """It leaves while the worker goes on with the others, and comes again, as to another one."""
+        """The request leaves while the worker continues with the others, and is added again, as to another worker."""
         self.scheduler.release(request.request_id, self.clock())
         self.scheduler.check_invariants()
         assert request.num_rows == 0

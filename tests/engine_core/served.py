@@ -1,4 +1,4 @@
-"""An engine core that is served as in its process, and the gateway's end of a session with it."""
+"""An engine core served as in its own process, and the gateway's end of a session with it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Session:
         self.frames: asyncio.Queue[pb.ClientFrame | None] = asyncio.Queue()
         self.call = pb_grpc.EngineStub(channel or server.channel).Session(self._requests())
         self.reader = FrameReader()
-        self._frames: deque[pb.ServerFrame] = deque()  # of a message that was read
+        self._frames: deque[pb.ServerFrame] = deque()  # from a message that was read
         self.deltas: list[Delta] = []
         self.answers: list[pb.ServerFrame] = []
         self.loads: list[pb.Load] = []

@@ -1,5 +1,5 @@
 """`python -m tests.engine_core.stuck_loop DIRECTORY`: an engine core whose loop gets stuck when a worker joins, because
-the log it writes to is not read."""
+nobody reads the log it writes to."""
 
 from __future__ import annotations
 

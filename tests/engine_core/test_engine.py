@@ -137,7 +137,7 @@ def test_the_queue_is_bounded_in_requests_and_tokens() -> None:
     full = bench.submit(make_record())
     bench.settle()
     assert bench.sink.rejections[full].code is ErrorCode.OVERLOADED
-    assert bench.sink.retry_after_s[full] == 0  # nobody knows: no step was ever done
+    assert bench.sink.retry_after_s[full] == 0  # unknown: no step was ever done
     bench = Bench(max_queued_tokens=100)
     bench.submit(make_record(range(60)))
     large = bench.submit(make_record(range(60)))
@@ -416,7 +416,7 @@ def test_a_worker_that_leaves_keeps_what_nobody_has_room_for(bench: Bench) -> No
         bench.executor.answer_all()
         bench.engine.step(0)
     assert len(bench.deltas(record.request_id)[0]) >= 5
-    bench.executor.join(2, make_hello("w1"))  # who comes takes it, and what waited
+    bench.executor.join(2, make_hello("w1"))  # takes this request and the waiting ones
     bench.engine.step(0)
     bench.engine.step(0)
     assert bench.engine.stats().totals["replays"] == 1
@@ -533,7 +533,7 @@ def test_whatever_happens_every_request_ends_once_with_the_right_tokens(data: st
 
 @pytest.mark.parametrize("max_tokens", [2, 60])
 def test_a_refused_request_is_told_when_the_queue_will_be_done(max_tokens: int) -> None:
-    """Output counts, too: told and true may differ by the steps that run, not by what the answers' length makes."""
+    """The estimate counts output tokens: it is right within a factor of two however long the answers are."""
     bench = Bench(max_queued_requests=20, max_rows=2)
     bench.executor.join(1, make_hello())
 
@@ -545,7 +545,7 @@ def test_a_refused_request_is_told_when_the_queue_will_be_done(max_tokens: int) 
             bench.engine.step(0)
         return bench.clock() - began
 
-    for seed in range(12):  # some traffic, by which pace and length of answers are known
+    for seed in range(12):  # traffic that shows the pace and the answers' length
         bench.submit(make_record(max_tokens=max_tokens, seed=seed))
     work(lambda: len(bench.sink.endings) == 12)
     queue = [bench.submit(make_record(max_tokens=max_tokens, seed=seed)) for seed in range(22)]

@@ -1,4 +1,4 @@
-"""A step is planned as late as the worker lets it: who comes until then is in it."""
+"""A step is planned as late as possible without idling the worker, so that requests arriving until then are in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOMENT_S = 0.001
 
 @pytest.fixture
 def bench() -> Bench:
-    """It has a worker whose steps take as long as it knows."""
+    """An engine core that knows how long its worker's steps take."""
     bench = Bench()
     bench.executor.join(1, make_hello())
     bench.executor.worked_s = STEP_S
@@ -31,7 +31,7 @@ def bench() -> Bench:
 
 
 def answer(bench: Bench, seconds: float = STEP_S) -> None:
-    """The step under way is done after so long."""
+    """Finish the running step after `seconds`."""
     bench.clock.advance(seconds)
     bench.executor.answer(1)
     bench.engine.step(0)
@@ -40,7 +40,7 @@ def answer(bench: Bench, seconds: float = STEP_S) -> None:
 
 
 def rows_begun(bench: Bench) -> list[int]:
-    """In each plan so far."""
+    """Number of new rows in each plan so far."""
     return [len(message.new_rows) for _, message in bench.executor.sent if isinstance(message, StepPlan)]
 
 
@@ -95,7 +95,7 @@ def test_a_step_that_is_done_sooner_is_followed_at_once(bench: Bench) -> None:
 
 
 def test_who_comes_while_rows_are_dropped_is_planned_at_once(bench: Bench) -> None:
-    """As one client does who asks again: the last step of its request before computes nothing."""
+    """As with one client that asks again: the last step of its previous request computes nothing."""
     bench.submit(make_record(max_tokens=8))
     bench.engine.step(0)
     while not bench.engine.idle:
@@ -107,7 +107,7 @@ def test_who_comes_while_rows_are_dropped_is_planned_at_once(bench: Bench) -> No
 
 
 def test_what_is_computed_while_we_wait_is_planned_at_once() -> None:
-    """Nobody would be there to plan the next step in time."""
+    """An executor that computes while we wait leaves nobody to plan the next step in time."""
     assert not InprocExecutor.concurrent
 
 

@@ -1,4 +1,4 @@
-"""What raises, in a scheduler or by a worker's answer, costs one request or one worker's life, and nobody else."""
+"""An exception in a scheduler or from a worker's answer costs one request or one worker's life, and nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_scheduler_that_raises_costs_its_worker_a_life_and_nobody_a_token(
     bench.engine.step(0)
     worker = bench.engine._router.workers[1]
     monkeypatch.setattr(worker.scheduler, asked, lambda *now: 1 / 0)
-    bench.submit(make_record())  # somebody who waits, so that room is asked for
+    bench.submit(make_record())  # a waiting request, so that room is asked for
     bench.executor.answer_all()
     bench.settle()
     assert (1, ResetWorker()) in bench.executor.sent
@@ -43,7 +43,7 @@ def test_a_scheduler_that_raises_costs_its_worker_a_life_and_nobody_a_token(
 
 
 def test_what_came_before_a_row_that_raises_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that ended in the same step, and one that goes on."""
+    """The rows before it: one that ended in the same step, and one that continues."""
     ends, goes_on, odd = (make_record(max_tokens=count) for count in (1, 6, 6))
     for record in (ends, goes_on, odd):
         bench.submit(record)
@@ -140,7 +140,7 @@ def test_a_scheduler_that_cannot_abort_costs_its_worker_a_life_and_nobody_a_toke
 
 
 def test_requests_move_from_a_large_worker_to_a_small_one() -> None:
-    """It has no blocks of the numbers that they hold where they are."""
+    """The small worker has no blocks with the ids that the requests hold on the large one."""
     bench = Bench()
     bench.executor.join(1, make_hello("large", num_blocks=64))
     records = [make_record(range(10 * i, 10 * i + 10), max_tokens=12) for i in range(3)]

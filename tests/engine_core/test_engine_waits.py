@@ -1,4 +1,4 @@
-"""Who would wait for longer than it may is told so at once, by what workers did while others waited."""
+"""A request that would wait longer than it may is refused at once, judged by the throughput while others waited."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEP_S = 0.2
 
 
 def work(bench: Bench, until: Callable[[], bool], least_s: float = 0.0) -> None:
-    """A step at a time."""
+    """Run step by step until `until()` holds and `least_s` have passed."""
     began = bench.clock()
     while not until() or bench.clock() - began < least_s:
         bench.executor.answer_all()
@@ -37,7 +37,7 @@ def work(bench: Bench, until: Callable[[], bool], least_s: float = 0.0) -> None:
 
 
 def crowded(policy: str = "fcfs", queue_timeout_s: float = 10.0) -> Bench:
-    """It has two rows, answers of 10 tokens, and has had a queue: a request takes about a second of it."""
+    """An engine core with two rows and answers of 10 tokens that has had a queue: each request takes about a second."""
     bench = Bench(max_rows=2, policy=policy, queue_timeout_s=queue_timeout_s)
     bench.executor.join(1, make_hello())
     for seed in range(8):
@@ -69,8 +69,8 @@ def test_who_would_wait_for_too_long_is_refused_and_nobody_else_is_kept_waiting_
 
 
 def test_nobody_who_can_begin_is_refused_however_slow_a_crowd_once_was() -> None:
-    """As after a restart beside much else: all come again at once, and steps take long in which some had to wait for
-    the next."""
+    """As after a restart on a busy machine: all clients return at once, and the steps that leave some of them waiting
+    for the next one are slow."""
     bench = Bench(max_rows=8, max_tokens_per_step=8, queue_timeout_s=10.0)
     bench.executor.join(1, make_hello())
     for seed in range(4):
@@ -87,7 +87,7 @@ def test_nobody_who_can_begin_is_refused_however_slow_a_crowd_once_was() -> None
 
 
 def test_nobody_is_refused_for_rows_that_have_become_free() -> None:
-    """They are given away when the next step is planned, which is not before it is due."""
+    """Free rows are assigned when the next step is planned, which does not happen before it is due."""
     bench = Bench(max_rows=3, queue_timeout_s=3.0)
     bench.executor.worked_s = STEP_S
     bench.executor.join(1, make_hello())
@@ -124,7 +124,7 @@ def test_what_reads_is_not_expected_to_write() -> None:
 
 
 def test_a_machine_that_was_asleep_is_not_taken_for_a_slow_one() -> None:
-    """Its answers come with the first pass after that."""
+    """The workers' answers arrive with the first pass after the sleep."""
     bench = Bench(max_rows=2, queue_timeout_s=10.0)
     bench.executor.join(1, make_hello())
     flood(bench, 4)
@@ -138,7 +138,7 @@ def test_a_machine_that_was_asleep_is_not_taken_for_a_slow_one() -> None:
 
 
 def test_the_loss_of_a_worker_is_not_taken_for_slowness() -> None:
-    """What it was computing brings no token, and the next one comes some time later."""
+    """The lost worker's step yields no token, and the next worker joins some time later."""
     bench = Bench(max_rows=2, queue_timeout_s=10.0)
     bench.executor.join(1, make_hello())
     flood(bench, 4)
@@ -176,7 +176,7 @@ def test_a_worker_under_whom_the_machine_slept_has_its_share_afterwards(slept: s
 
 
 def test_a_worker_whose_pace_is_known_is_given_no_more_time_than_that_allows() -> None:
-    """Nor any more after the machine was asleep."""
+    """The same after the machine was asleep."""
     bench = Bench()
     bench.executor.join(1, make_hello())
     bench.submit(make_record(max_tokens=FIRST_STEPS + 10))
@@ -234,7 +234,7 @@ def test_sec_17_nothing_stays_of_who_is_refused_until_garbage_is_looked_for() ->
     try:
         assert flood(bench, 60)[-1] in bench.sink.rejections
         for error in bench.sink.rejections.values():
-            error.__traceback__ = None  # what it was raised in knows the request, as long as a sink keeps it
+            error.__traceback__ = None  # its frames hold the request as long as the sink holds the error
         made = {each.request_id for each in gc.get_objects() if type(each) is Request}
         assert made.isdisjoint(bench.sink.rejections)
     finally:

@@ -1,4 +1,4 @@
-"""Links over TCP with keys: holders get in, nobody else does."""
+"""Links over TCP with keys: only holders of a listed key get in."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_gateways_need_a_certificate_of_our_authority(tmp_path: Path) -> N
         stranger = await generate_with(channel(tmp_path / "theirs" / "gateway"))
         assert stranger is grpc.StatusCode.UNAVAILABLE
         assert await generate_with(grpc.aio.insecure_channel(address)) is grpc.StatusCode.UNAVAILABLE
-        # No worker is there to say what is too long, so whoever is let in waits for one.
+        # No worker has joined to set the limits, so an admitted request waits for one.
         assert await generate_with(channel(tmp_path / "ours" / "gateway")) is grpc.StatusCode.DEADLINE_EXCEEDED
     finally:
         stop.set()
@@ -136,7 +136,7 @@ async def test_gateways_need_a_certificate_of_our_authority(tmp_path: Path) -> N
 
 @asynccontextmanager
 async def serving(**options: str) -> AsyncIterator[str]:
-    """The address of an engine core."""
+    """Serve an engine core; yields its address."""
     config = EngineConfig(listen="127.0.0.1:0", worker_endpoint="tcp://127.0.0.1:0", **options)
     stop, events = asyncio.Event(), asyncio.Queue()
     task = asyncio.create_task(serve(config, events.put_nowait, stop))
@@ -148,7 +148,7 @@ async def serving(**options: str) -> AsyncIterator[str]:
 
 
 async def test_certificates_of_two_authorities_are_let_in_while_both_are_named(tmp_path: Path) -> None:
-    """So a set is replaced without a moment in which the tiers refuse each other, one process at a time."""
+    """So a key set can be replaced one process at a time, without the tiers ever refusing each other."""
     sets = {name: tmp_path / name for name in ("old", "new")}
     for each in sets.values():
         generate(each)

@@ -52,7 +52,7 @@ async def test_the_file_is_touched_while_the_loop_lives_and_no_more(tmp_path: Pa
         await looks.acquire()
     assert path.exists()
     alive = False
-    for _ in range(2):  # what was under way is done
+    for _ in range(2):  # the look under way has finished
         await looks.acquire()
     path.unlink()
     for _ in range(2):

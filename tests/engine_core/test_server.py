@@ -251,7 +251,7 @@ async def test_the_process_is_live_also_without_workers(server: Server) -> None:
     stub = health_pb2_grpc.HealthStub(server.channel)
 
     async def live() -> bool:
-        with contextlib.suppress(grpc.aio.AioRpcError):  # it is not told yet
+        with contextlib.suppress(grpc.aio.AioRpcError):  # not reported yet
             answer = await stub.Check(health_pb2.HealthCheckRequest(service="live"))
             return answer.status == health_pb2.HealthCheckResponse.SERVING
         return False
@@ -370,7 +370,7 @@ async def test_health_follows_the_workers(server: Server) -> None:
 async def _stopping_beside_a_stream(
     socket_dir: Path, *, drain_timeout_s: float
 ) -> AsyncIterator[tuple[FakeWorker, Session, RequestRecord]]:
-    """An engine core told to stop while a worker that computes nothing has one request of an open session."""
+    """An engine core is told to stop while a worker that computes nothing holds one request of an open session."""
     server = Server(socket_dir, drain_timeout_s=drain_timeout_s)
     await server.event("listening")
     worker = FakeWorker(server.config.worker_endpoint)

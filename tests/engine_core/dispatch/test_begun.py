@@ -11,7 +11,7 @@ from pagoda_proto.times import NO_WORKER_WAIT_S
 
 
 def begin(bench: Bench, record: RequestRecord) -> Begun:
-    """Submit, and let the worker of epoch 1 make two tokens; what came with the first."""
+    """Submit, let the worker of epoch 1 run two steps, and return the Begun that came with the first token."""
     bench.submit(record)
     bench.engine.step(0)
     for _ in range(2):
@@ -51,7 +51,7 @@ def test_what_has_begun_keeps_the_numerics_of_a_lost_worker(bench: Bench) -> Non
 def test_a_begun_request_never_goes_on_with_other_numerics(bench: Bench) -> None:
     record = make_record(max_tokens=9)
     begun = begin(bench, record)
-    bench.executor.join(2, make_hello("w2", numerics_id="other"))  # no executor of ours lets it in
+    bench.executor.join(2, make_hello("w2", numerics_id="other"))  # a real executor would refuse it
     bench.engine.step(0)
     lose(bench, 1)
     plain = make_record(max_tokens=4)
@@ -96,7 +96,7 @@ def test_a_resumed_request_goes_on_only_where_it_began() -> None:
     bench.sink.prime(record.request_id, 0, expected[:4])
     bench.submit(record, 1, prior=[PriorOutput(choice=0, token_ids=expected[:4])], begun=begun)
     bench.pass_time(0.5)
-    assert bench.executor.held[-1] == "fake-numerics"  # before any worker was there
+    assert bench.executor.held[-1] == "fake-numerics"  # before any worker joined
     bench.executor.join(1, make_hello())
     bench.settle()
     assert bench.deltas(record.request_id) == [expected]

@@ -1,4 +1,4 @@
-"""Tenants who wait are served alike, whatever each of them sends; who waits alone is not held up by it."""
+"""Waiting tenants are served fairly, whatever each of them sends; a tenant that waits alone is not delayed by it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_flood_is_no_further_in_front_of_others_than_what_runs(policy: str, ah
 
 
 def flooded(policy: str = "fair", max_rows: int = LEAST_ROWS_TO_SPARE, later_s: float = 0.0) -> Bench:
-    """Somebody has asked, and so much later comes a flood."""
+    """One tenant has asked, and another one floods the router `later_s` seconds later."""
     found = Bench(policy=policy, max_rows=max_rows, max_tokens_per_step=MAX_TOKENS_PER_STEP)
     found.join(max_rows=max_rows, num_blocks=512)
     found.add(make_record((9, 9), request_id="small-0", tenant="small"))
@@ -71,7 +71,7 @@ def test_where_several_ask_the_last_row_is_for_who_has_none() -> None:
     ("policy", "max_rows", "later_s"), [("fcfs", 16, 0.0), ("fair", 15, 0.0), ("fair", 16, SPARED_FOR_S + 1)]
 )
 def test_else_no_row_is_spared(policy: str, max_rows: int, later_s: float) -> None:
-    """Without turns, of few, or for who has not asked for long."""
+    """Without fair scheduling, with too few rows, or for a tenant that has not asked for long."""
     found = flooded(policy, max_rows, later_s)
     assert len(found.held(1)) == max_rows
 
@@ -110,7 +110,7 @@ def test_nobody_saves_up_turns() -> None:
 
 
 def test_a_free_machine_costs_nobody_a_turn() -> None:
-    """Whoever was served while nobody else wanted to be is not made to wait for it."""
+    """A tenant that was served while no other one waited is not set back for it."""
     found = bench()
     for i in range(20):
         found.add(make_record((i, 1), request_id=f"early-{i}", tenant="early"))
@@ -141,7 +141,7 @@ WEIGHTS = st.lists(st.sampled_from([1, 2, 5]), min_size=2, max_size=3)
 def test_service_of_those_who_wait_differs_by_what_is_under_way_at_most(
     data: st.DataObject, weights: list[int]
 ) -> None:
-    """Twice the dearest request, or what rows hold together: the paper's bound, in our costs."""
+    """The paper's bound in our costs: twice what all rows can hold, each a request as dear as the dearest."""
     found = bench()
     left: Counter[str] = Counter()
     requests: dict[str, list[Request]] = {}
@@ -172,7 +172,7 @@ def test_service_of_those_who_wait_differs_by_what_is_under_way_at_most(
 
 
 def test_the_order_of_a_queue_is_the_same_whoever_looks() -> None:
-    """A queue that is only read serves nobody."""
+    """Reading a queue charges no tenant."""
     fairness = Fairness(counting=True)
     queue = WaitingQueue(fcfs, fairness)
     for i in range(9):

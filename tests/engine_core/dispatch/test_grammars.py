@@ -1,4 +1,4 @@
-"""A request with a grammar gets in when its grammar was found to be harmless, and has one ending whatever happens."""
+"""A request with a grammar is admitted once the grammar is found harmless, and ends exactly once whatever happens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNREAD = Verdict(PagodaError(ErrorCode.OVERLOADED, "too many", "grammar"), final
 
 
 class ScriptedChecker:
-    """Tests say when and what it finds; `full` refuses to look."""
+    """The test decides what it finds and when; while `full`, it refuses to check."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -176,7 +176,7 @@ def test_sec_17_verdicts_are_kept_for_so_many(
     bench: Bench, checker: ScriptedChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdicts, "MAX_FINAL", 3)
-    for grammar in ("a", "b", "a", "c", "d", "a", "b"):  # b is the first to be forgotten, as a was asked for again
+    for grammar in ("a", "b", "a", "c", "d", "a", "b"):  # b is evicted first, since a was used again
         known = set(checker.asked)
         bench.submit(formed(grammar))
         bench.settle()
@@ -216,7 +216,7 @@ def test_while_it_waits_it_can_be_aborted_and_given_up(bench: Bench, checker: Sc
     bench.engine.abandon(bench.sink)
     bench.settle()
     assert bench.engine.idle
-    checker.find("other", GOOD)  # which is for nobody
+    checker.find("other", GOOD)  # nobody waits for it any more
     bench.settle()
     assert bench.engine.idle
 
@@ -280,4 +280,4 @@ def test_who_waits_for_a_verdict_at_the_end_is_handed_back(bench: Bench, checker
     bench.engine.close()
     assert bench.sink.migrated == [(record.request_id, 0)]
     assert checker.closed
-    checker.find("g", GOOD)  # it knows no better
+    checker.find("g", GOOD)  # too late, and harmless

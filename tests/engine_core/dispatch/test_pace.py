@@ -90,7 +90,7 @@ def test_time_in_which_we_did_not_run_lowers_no_rate() -> None:
 def test_what_began_after_we_had_stood_still_began_then() -> None:
     throughput = Throughput()
     throughput.served(10, 600.0, busy=True)
-    throughput.forgive(600.0, 600.1)  # of which most was before
+    throughput.forgive(600.0, 600.1)  # most of this time was before the start
     for second in range(1, 4):
         throughput.served(50, 600.0 + second, busy=True)
     assert 40 < throughput.tokens_per_s < 60
@@ -131,12 +131,12 @@ def test_a_trip_that_was_held_up_once_is_soon_forgotten() -> None:
 
 @given(st.floats(1e-4, 2.0), st.floats(0.0, 0.5), st.integers(1, 600))
 def test_a_worker_never_waits_for_what_is_asked_late(seconds: float, delay_s: float, num_tokens: int) -> None:
-    """Steps that all take the same time, over a link that takes the same time both ways."""
+    """All steps take the same time, and the link has the same delay in both directions."""
     pace, now = Pace(), 0.0
     pace.asked(num_tokens, now)
     pace.answered(now := now + 2 * delay_s + seconds, worked_s=seconds)
     pace.asked(num_tokens, now)
-    free_at = now + delay_s + seconds  # the worker
+    free_at = now + delay_s + seconds  # when the worker becomes idle
     for _ in range(10):
         asked_at = max(now, pace.next_at())
         assert asked_at == now or asked_at + delay_s <= free_at, "at once, or in time"

@@ -185,7 +185,7 @@ def test_who_waits_for_room_is_not_overtaken_on_the_workers_that_could_take_him(
     behind = [bench.add(make_record((1, 2), max_tokens=4, seed=seed)) for seed in range(3)]
     bench.step(large)
     bench.dispatch()
-    assert bench.held(small) == {behind[0].request_id, behind[1].request_id}  # where the head would not fit anyway
+    assert bench.held(small) == {behind[0].request_id, behind[1].request_id}  # the head would not fit there anyway
     assert head.ledger.cause in ("queued_rows", "queued_behind")
     bench.router.abort(next(iter(bench.held(large))), (), NOW)
     bench.dispatch()
@@ -202,7 +202,7 @@ def test_small_requests_do_not_starve_a_large_one() -> None:
     head = bench.add(make_record(range(100, 140), max_tokens=4))
     small = bench.add(make_record((1, 2), max_tokens=2))
     bench.dispatch()
-    assert bench.held(epoch) == {running.request_id}  # there were blocks for the small one
+    assert bench.held(epoch) == {running.request_id}  # though the small one would fit
     assert head.ledger.cause == "queued_blocks"
     bench.run()
     order = [delta.request_id for delta in bench.deltas if delta.ends_request]
@@ -247,10 +247,10 @@ def test_a_prompt_is_hashed_once_however_long_it_waits() -> None:
 
 
 def test_a_slow_worker_gets_its_share() -> None:
-    """Four times slower is a fifth of the work."""
+    """A worker that is four times slower gets a fifth of the work."""
     bench = Bench()
     quick, slow = bench.join(), bench.join()
-    for seed in range(40):  # both are known by now
+    for seed in range(40):  # makes the speed of both known
         for _ in range(6):
             bench.add(make_record(max_tokens=2, seed=seed))
         bench.dispatch()
@@ -326,7 +326,7 @@ def test_a_token_clears_a_request() -> None:
     for _ in range(12):
         epoch = bench.join()
         bench.dispatch()
-        assert len(bench.held(epoch)) == 6  # and nobody is ever kept apart
+        assert len(bench.held(epoch)) == 6  # no request is ever isolated
         bench.step(epoch)
         bench.lose(epoch)
     assert [request.deaths for request in requests] == [1] * 6
@@ -350,7 +350,7 @@ def test_replays_go_before_new_requests() -> None:
 
 
 def test_what_kills_workers_is_found_out_and_costs_nobody_else() -> None:
-    """It kills in its first step, so at first nobody who ran beside it has a token to show either."""
+    """It kills in its first step, so at first no request in the same batch has produced a token either."""
     bench = Bench()
     poison = make_record((66, 6), max_tokens=20)
     innocents = [make_record((i, 1), max_tokens=20, seed=i) for i in range(7)]
@@ -413,7 +413,7 @@ def test_a_suspect_proves_itself_by_a_token_while_others_run_beside_it() -> None
     first, second = (make_suspect(bench, make_record(range(i, i + 6), max_tokens=9)) for i in range(2))
     plain = bench.add(make_record(max_tokens=9))
     bench.dispatch()
-    assert bench.held(epoch) == {first.request_id, plain.request_id}  # one suspect at a time; who is new gets in
+    assert bench.held(epoch) == {first.request_id, plain.request_id}  # one suspect at a time; a new request gets in
     bench.step(epoch)
     bench.dispatch()
     assert second.request_id not in bench.held(epoch)
@@ -438,7 +438,7 @@ def test_a_search_proves_itself_by_what_it_finds_and_tells_nobody() -> None:
 
 @pytest.mark.parametrize("same_process", [True, False])
 def test_a_link_that_is_cut_again_and_again_convicts_nobody(same_process: bool) -> None:
-    """The process registers again, so it did not die of what it computed; another process in its place says nothing."""
+    """If the same process registers again, its step did not kill it; another process in its place proves nothing."""
     bench = Bench(chunk_size=2)
     one, other = (bench.add(make_record(range(i, i + 6), max_tokens=9)) for i in range(2))
     for life in range(8):
@@ -473,7 +473,7 @@ def test_a_death_that_was_one_stays_one_when_somebody_silent_comes_back() -> Non
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_what_makes_workers_silent_and_kills_none_is_set_apart(num_workers: int) -> None:
-    """It ends when it has had lives enough; nobody else does."""
+    """It ends once it has cost enough lives; no other request does."""
     bench = Bench()
     poison, *innocents = (make_record(range(i, i + 6), max_tokens=9) for i in range(8))
     for record in (*innocents, poison):

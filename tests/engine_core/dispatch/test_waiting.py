@@ -1,4 +1,4 @@
-"""The order of those who wait is that of comparing all heads anew for each, and costs a look at each head."""
+"""The queue's order equals comparing all heads afresh for each request, at the cost of one look at each head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASKED = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(list(Rank)), st.in
 
 
 class Counting(Fairness):
-    """How often it was asked who was served how much."""
+    """Counts the calls of `served`."""
 
     def __init__(self) -> None:
         super().__init__(counting=True)
@@ -43,7 +43,7 @@ def filled(asked: list[tuple[int, Rank, int]]) -> tuple[WaitingQueue, Counting]:
 
 
 def compared_anew(queue: WaitingQueue) -> Iterator[str]:
-    """Each time the least of all heads that are left."""
+    """The reference order: each time, the least of all remaining heads."""
     seen: set[str] = set()
     while left := {name: [one for one in line if one.request.request_id not in seen] for name, line in lines(queue)}:
         heads = {tenant: line[0] for tenant, line in left.items() if line}
@@ -62,7 +62,7 @@ def lines(queue: WaitingQueue) -> list[tuple[str, list]]:  # type: ignore[type-a
 def test_the_order_is_that_of_heads_compared_anew_while_some_are_taken_and_served(
     asked: list[tuple[int, Rank, int]], taken: set[int]
 ) -> None:
-    """Whoever is taken counts no longer as waiting, and its tenant has been served."""
+    """A request that is taken no longer counts as waiting, and its tenant is charged."""
     orders = []
     for walk in (lambda queue: (one.request.request_id for one in queue), compared_anew):
         queue, fairness = filled(asked)

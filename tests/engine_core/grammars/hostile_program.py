@@ -1,4 +1,4 @@
-"""The program as it is, over a compiler that does what it is told; its limits are the program's own."""
+"""The real checking program, with a compiler that misbehaves on command; the limits are the program's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a grammar does to the process that compiles it, there is a verdict, and the next one is checked."""
+"""Whatever a grammar does to the process that compiles it, it gets a verdict, and the next grammar is checked."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ GOOD = [
     grammars.choice(["red", "", "a\nb\"'/\\", "<|im_end|>"]),
     grammars.lark('start: x ","\nx: /[0-9]+/ | "(" x ")"'),
     "start: /plain lark/",
-    grammars.lark("start: <tool_call> /x/"),  # whether the model has it, only its workers know
+    grammars.lark("start: <tool_call> /x/"),  # only workers know whether the model has this token
 ]
 
 
@@ -111,7 +111,7 @@ def test_what_cannot_is_refused_in_words_that_are_final(ask: Ask, grammar: str, 
 
 
 def test_what_grows_too_large_runs_out_of_fuel_first() -> None:
-    """Asked without a clock: a slow machine would be out of time before."""
+    """Compiled here without a time limit, which a slow machine would reach first."""
     grown = grammars.json_schema({"allOf": [{"type": "integer", "multipleOf": p} for p in (9973, 9967, 9949)]})
     assert "fuel" in problem_of(grown)
 
@@ -134,7 +134,7 @@ def test_a_grammar_that_takes_too_long_is_refused(ask: Ask) -> None:
     ],
 )
 def test_what_is_harmless_here_compiles_in_a_worker_as_well(ask: Ask, catastrophe: str) -> None:
-    """Both have the same limits, so what one can do the other can."""
+    """The checker and the workers have the same limits."""
     assert ask(catastrophe).error is None
     assert small_grammars().matcher(catastrophe, [end()], NONE).error == ""
 
@@ -191,7 +191,7 @@ def test_the_compiler_is_not_loaded_anew_for_what_a_grammar_took_down(ask_hostil
 
 def test_what_finds_no_room_is_refused_and_what_makes_room_is_told() -> None:
     made, heard = GrammarChecker(HOSTILE), queue.Queue[tuple[str, Verdict]]()
-    made.check("wait", "first", lambda *_: None)  # which is checked, or about to be, all along
+    made.check("wait", "first", lambda *_: None)  # stays in the checker all along
     with pytest.raises(PagodaError, match="waiting to be checked") as refused:
         for place in range(2 + checker.MAX_WAITING):
             made.check(f"{place}", "first", lambda *answer: heard.put(answer))
@@ -225,7 +225,7 @@ def test_what_raises_about_a_grammar_is_its_verdict_and_the_next_is_checked(monk
     answer = checker._Process.ask
 
     def ask(process: checker._Process, text: bytes) -> bytes:
-        return b"\xff" if text == b"odd" else answer(process, text)  # no text
+        return b"\xff" if text == b"odd" else answer(process, text)  # not UTF-8
 
     monkeypatch.setattr(checker._Process, "ask", ask)
     with checking() as asking:

@@ -46,7 +46,7 @@ def test_a_problem_with_a_keyword_says_where_it_stands(problem: str, grammar: st
 
 
 class Read(dict[str, Any]):
-    """Counts how often it is asked for a keyword."""
+    """Counts how often a keyword is read."""
 
     asked = 0
 
@@ -113,7 +113,7 @@ KEPT = [
 def test_a_bound_that_the_grammar_does_not_keep_says_where_it_stands(
     schema: dict[str, Any], told: str, text: str
 ) -> None:
-    """Of each llguidance takes what the schema denies; once it does not, the bound need not be refused."""
+    """llguidance accepts a text that the schema forbids; once it no longer does, the bound need not be refused."""
     grammar = grammars.json_schema(schema)
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
     if not matcher.is_error():

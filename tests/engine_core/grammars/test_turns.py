@@ -13,7 +13,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 
 def told(grammar: str, verdict: Verdict) -> None:
-    """Whoever asked."""
+    """The callback of a waiting request."""
 
 
 def put(turns: Turns, tenant: str, *grammars: str) -> list[str | None]:

@@ -102,7 +102,7 @@ def test_tokens_do_not_wait_for_all_that_is_much() -> None:
 
 
 def test_whoever_has_news_all_the_time_holds_up_nobody() -> None:
-    """Here between any two frames comes another step."""
+    """Another step arrives between any two frames."""
     outbox, reader = Outbox(frame_numbers=4), FrameReader()
     outbox.migrate("b", 0)
     outbox.load(Load(engine_id="e"))
@@ -126,7 +126,7 @@ def test_whoever_has_news_all_the_time_holds_up_nobody() -> None:
 def test_however_it_is_read_the_tokens_are_the_same(
     steps: list[tuple[str, int, int, bool]], column: int, room: int
 ) -> None:
-    """Single tokens come in columns, others as deltas, and the two may follow each other in any order."""
+    """Single tokens are sent as columns, others as deltas, and the two may alternate in any order."""
     outbox = Outbox(column, room)
     reader = FrameReader()
     for number, name in enumerate("ab"):

@@ -1,4 +1,4 @@
-"""A plain call has no gateway that would move it: an engine core that leaves says so, and when to come back."""
+"""A plain call has no gateway that could move it, so an engine core that leaves says so, and when to retry."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_runner_that_raises_has_failed_a_step_and_comes_back_empty() -> None:
     executor = InprocExecutor(runner, make_hello())
     (joined,) = executor.wait(0)
     executor.send(joined.epoch, plan(1))
-    executor.send(joined.epoch, plan(7, row_id=2))  # not the step that is due: FakeRunner raises
+    executor.send(joined.epoch, plan(7, row_id=2))  # the wrong step number: FakeRunner raises
     executor.wait(0)
     left, again = executor.wait(0)
     assert isinstance(left, WorkerLeft)
@@ -61,7 +61,7 @@ def test_a_runner_that_raises_has_failed_a_step_and_comes_back_empty() -> None:
     assert isinstance(again, WorkerJoined)
     assert again.epoch > joined.epoch
     assert not runner.rows
-    executor.send(joined.epoch, plan(1, row_id=3))  # to the dead life
+    executor.send(joined.epoch, plan(1, row_id=3))  # to the life that has ended
     assert executor.wait(0) == []
 
 
@@ -114,7 +114,7 @@ def test_wake_ends_a_wait_from_another_thread() -> None:
 
 
 class Watched:
-    """A runner that writes down what it is asked, and loses its device when it collects a step of `lost`."""
+    """A runner that records its calls, and fails in the `lost`-th calls of `collect`, as if the device were lost."""
 
     def __init__(self, runner: ModelRunner, lost: tuple[int, ...] = ()) -> None:
         self._runner, self._lost = runner, lost
@@ -148,7 +148,7 @@ def run(runner: Watched, facts: object, records: list[RequestRecord]) -> Recordi
 
 @pytest.mark.parametrize("lost", [(), (4, 9)])
 def test_a_device_has_its_next_step_before_the_last_one_is_waited_for(lost: tuple[int, ...]) -> None:
-    """The tokens are those of one step at a time, also for rows whose tokens only the host can choose."""
+    """The tokens equal those of one step at a time, also for rows whose tokens only the host can choose."""
     records = [
         make_record(range(3, 5 + 4 * i), temperature=float(i == 2), max_tokens=9 - i, seed=i, request_id=f"r{i}")
         for i in range(5)

@@ -13,7 +13,7 @@ LIMITS = EngineConfig(worker_suspect_s=1.5, worker_dead_s=3.0, step_deadline_s=6
 
 
 class Watch:
-    """Ticks as often as it should while time passes."""
+    """Ticks at the regular interval while time passes."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -83,7 +83,7 @@ def test_a_worker_that_says_it_is_stuck_is_believed(watch: Watch) -> None:
 
 
 def test_a_beat_of_the_step_before_is_nothing_against_the_next(watch: Watch) -> None:
-    """Beats and results come by two connections: one that was made before the step ended may be read after it."""
+    """Beats and results use two connections, so a beat sent before a step's result may be read after it."""
     watch.liveness.owes(1, 60.0, watch.now)
     watch.liveness.owes(1, 10.0, watch.now)
     watch.pass_time(12.0, beats=(1,), busy_s=11.9)
@@ -95,7 +95,7 @@ def test_a_beat_of_the_step_before_is_nothing_against_the_next(watch: Watch) -> 
 
 
 def test_what_a_worker_says_counts_through_our_own_stall(watch: Watch) -> None:
-    """We did not run, but its step did."""
+    """We were stalled, but its step was running."""
     watch.liveness.owes(1, 60.0, watch.now)
     watch.pass_time(1.0, beats=(1,))
     watch.now += 70.0

@@ -62,7 +62,7 @@ def test_only_the_newest_registration_of_a_process_counts() -> None:
     registry.grant(second)
     assert [registry.is_stale(hello) for hello in (first, second, third)] == [True, True, False]
     assert registry.refusal(msgspec.structs.replace(third, worker_id="taken"), [make_hello("taken")]) is not None
-    assert [registry.is_stale(hello) for hello in (second, third)] == [True, False]  # it may ask again
+    assert [registry.is_stale(hello) for hello in (second, third)] == [True, False]  # it may retry
     assert not registry.is_stale(make_hello(incarnation="b", registration=1))
     for number in range(MAX_REMEMBERED_PROCESSES):
         registry.grant(make_hello(incarnation=str(number)))

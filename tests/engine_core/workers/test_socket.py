@@ -64,7 +64,7 @@ def test_refused_handshakes_are_a_line_at_most_every_minute(caplog: pytest.LogCa
     for event, now in ((unlisted, 1000.0), (other, 1000.1), (unlisted, 1059.0), (other, 1059.9)):
         refusals.add(event)
         refusals.tell(now)
-    refusals.tell(1000.0 + TOLD_EVERY_S)  # nothing new, but what has not been told
+    refusals.tell(1000.0 + TOLD_EVERY_S)  # nothing new, but refusals not yet logged
     refusals.tell(1000.0 + 3 * TOLD_EVERY_S)
     start = "connections to tcp://here:1 refused in the handshake"
     assert [record.getMessage() for record in caplog.records] == [

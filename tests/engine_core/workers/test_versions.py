@@ -1,4 +1,4 @@
-"""Workers of two versions at one engine core, and those that it cannot speak with."""
+"""Workers of two protocol versions at one engine core, and workers whose version it does not speak."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_worker_of_another_protocol_version_is_told_both(engine: Engine, caplo
         engine.pump(lambda: peer.data.poll(0) > 0)
         version, _, _, _, _, payload = peer.data.recv_multipart()
         refused = decode_to_worker(payload)
-        assert version == bytes([PROTOCOL_VERSION - 1])  # or it could not read it
+        assert version == bytes([PROTOCOL_VERSION - 1])  # else it could not read the answer
         assert isinstance(refused, Refused)
         assert refused.final
         for number in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):

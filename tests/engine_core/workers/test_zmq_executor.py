@@ -82,7 +82,7 @@ class Engine:
         self.pump(lambda: self.executor.counters().get(f"frames_dropped_{reason}", 0) > 0)
 
     def answers(self, socket: zmq.Socket[bytes]) -> None:
-        """Pump until there is something to be received."""
+        """Pump until the socket has something to receive."""
         self.pump(lambda: socket.poll(0) > 0)
 
     def admit(self, peer: Peer) -> int:
@@ -176,7 +176,7 @@ def test_a_second_registration_of_the_same_process_voids_the_first_life(engine: 
 
 
 def test_a_worker_comes_back_while_its_old_connections_still_stand(engine: Engine) -> None:
-    """As after a link that broke in one direction: this end sees two living connections, the old one silent."""
+    """As after a link broke in one direction: this end sees two live connections, the old one silent."""
     peer = engine.peer()
     engine.admit(peer)
     old = peer.data
@@ -333,7 +333,7 @@ def test_frames_of_another_life_are_dropped_and_counted(
 
 def test_a_life_that_is_over_is_told_so_on_its_control_route(engine: Engine) -> None:
     peer = engine.peer()
-    peer.boot_id, peer.epoch = "boot-0", 3  # of an engine core that was here before
+    peer.boot_id, peer.epoch = "boot-0", 3  # of a previous engine core
     peer.beat()
     engine.counted("boot_id")
     envelope, refused = peer.receive(peer.control)
@@ -405,8 +405,8 @@ def test_when_we_were_paused_ourselves_nobody_is_dead(socket_dir: Path) -> None:
 
 
 class Ahead:
-    """A clock that the test can set forward, by less at a time than would be taken for our own stall. What the test
-    itself takes is a part of that."""
+    """A clock that the test can advance, in steps too small to count as our own stall even with the time that the test
+    itself takes."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -492,7 +492,7 @@ def test_wake_ends_a_wait_from_another_thread(engine: Engine) -> None:
 
 
 def test_a_wait_is_never_too_short(engine: Engine) -> None:
-    """Who is told too soon that his time has come would ask again and again until it has."""
+    """A caller woken too early would poll again and again until its time has come."""
     for timeout_s in (0.0001, 0.0004, 0.0013):
         began = time.monotonic()
         assert engine.executor.wait(timeout_s) == []
@@ -501,7 +501,7 @@ def test_a_wait_is_never_too_short(engine: Engine) -> None:
 
 @pytest.fixture
 def timeless(socket_dir: Path) -> Iterator[Engine]:
-    """An executor to which nobody is ever silent for long."""
+    """An executor whose clock stands still, so no worker is ever silent for long."""
     engine = Engine(socket_dir, clock=lambda: 0.0)
     yield engine
     engine.close()
