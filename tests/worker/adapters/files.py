@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them, made from random numbers, and checkpoints with the same merged in."""
+"""Random adapters in the format that PEFT writes, and checkpoints with them merged in."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def factors(
     seed: int = 1,
     size: float = 0.06,
 ) -> Tensors:
-    """A and B of every (outputs, inputs) by the name of its module."""
+    """A and B for every (outputs, inputs), by module name."""
     random = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, (outputs, inputs) in shapes.items():
@@ -52,7 +52,7 @@ def factors(
 
 
 def write(path: Path, tensors: Tensors, **changes: Any) -> Path:
-    """An adapter's directory; `changes` are of its config."""
+    """Write an adapter's directory; `changes` override fields of its config."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -75,7 +75,7 @@ def scale_of(name: str) -> float:
 
 
 def adapter_of(path: Path, out: Path, seed: int = 1, size: float = 0.06, **changes: Any) -> tuple[Path, Tensors]:
-    """One for every matrix of a checkpoint that may have one, of many ranks."""
+    """An adapter for every matrix of a checkpoint that may be adapted, with various ranks."""
     spec = spelt(path)
     shapes = {name: linear_layers(spec)[name] for name in matrices_of_all(spec)}
     tensors = factors(shapes, rank_of, seed, size)
@@ -84,7 +84,7 @@ def adapter_of(path: Path, out: Path, seed: int = 1, size: float = 0.06, **chang
 
 
 def embedding_factors(module: str, shape: tuple[int, int], rank: int, size: float = 0.06) -> Tensors:
-    """A and B of an embedding of (tokens, dimensions)."""
+    """A and B for an embedding of (tokens, dimensions)."""
     random = torch.Generator().manual_seed(7)
     sides = {"A": (rank, shape[0]), "B": (shape[1], rank)}
     name = f"{PREFIX}{module}.lora_embedding_"
@@ -92,7 +92,7 @@ def embedding_factors(module: str, shape: tuple[int, int], rank: int, size: floa
 
 
 def whole_of(path: Path, *ends: str, seed: int = 5) -> Tensors:
-    """Others in place of a checkpoint's tensors of modules that end so."""
+    """Replacements for a checkpoint's tensors in modules whose names end so."""
     random, found = torch.Generator().manual_seed(seed), {}
     for name, weight in untied(path).items():
         if name.rpartition(".")[0].endswith(ends) and name in whole_tensors(spelt(path)):
@@ -102,15 +102,15 @@ def whole_of(path: Path, *ends: str, seed: int = 5) -> Tensors:
 
 
 def untied(path: Path) -> Tensors:
-    """A checkpoint's tensors in float32, with an output matrix of its own."""
+    """A checkpoint's tensors in float32, with a separate output matrix."""
     names, weights = spelt(path).names, load_file(path / "model.safetensors")
     head = weights.get(f"{names.head}.weight", weights[f"{names.top(names.embed)}.weight"])
     return {name: weight.float() for name, weight in (weights | {f"{names.head}.weight": head.clone()}).items()}
 
 
 def merged(model: Path, tensors: Tensors, out: Path, scale: Callable[[str], float], transposed: bool = False) -> Path:
-    """The checkpoint of `model`, in float32, with the tensors that are there whole, and scale * B A added to matrices
-    that have factors; where it is tied and an end changes, the ends are two."""
+    """The checkpoint of `model` in float32, with whole tensors replaced and scale * B A added to matrices that have
+    factors; if embedding and head are tied and one changes, they become separate."""
     shutil.copytree(model, out)
     weights = {name: weight.float() for name, weight in load_file(model / "model.safetensors").items()}
     names = {name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""adapter_config.json as PEFT means it, and what of it is refused by its name."""
+"""adapter_config.json is read as PEFT defines it; what is unsupported is refused by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Q, DOWN = "model.layers.3.self_attn.q_proj", "model.layers.12.mlp.down_proj"
         ({"target_modules": [DOWN]}, {DOWN}),
         ({"target_modules": r".*\.(q|k|v)_proj"}, {Q}),
         ({"target_modules": r"model\.layers\.\d+\.mlp\.down_proj"}, {DOWN}),
-        ({"target_modules": "q_proj"}, set()),  # one expression for whole names
+        ({"target_modules": "q_proj"}, set()),  # a string is one regular expression for whole names
         ({"exclude_modules": ["q_proj"]}, {DOWN}),
         ({"exclude_modules": r".*layers\.12\..*"}, {Q}),
         ({"layers_to_transform": 3}, {Q}),

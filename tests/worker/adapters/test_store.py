@@ -1,4 +1,4 @@
-"""Adapters from files to slots: hostile files change nothing, and slots are taken from those who do not need them."""
+"""Adapters from files to slots: hostile files change nothing, and only slots that are not in use are reassigned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODULES = {name: Module(name, *shape) for name, shape in SHAPES.items()}
 MODULES |= {HEAD: Module(HEAD, 40, 16), EMBED: Module(EMBED, 16, 40, embedding=True)}
 WHOLE = {f"{end}.weight": Whole(f"{end}.weight", (40, 16), end) for end in (HEAD, EMBED)}
 WHOLE |= {f"{NORM}.{kind}": Whole(f"{NORM}.{kind}", (16,), NORM) for kind in ("weight", "bias")}
-OTHER_HEAD = "embed_out"  # as another checkpoint of the family calls it
+OTHER_HEAD = "embed_out"  # its name in another checkpoint of the family
 MODULES[OTHER_HEAD], WHOLE[f"{OTHER_HEAD}.weight"] = MODULES[HEAD], WHOLE[f"{HEAD}.weight"]
 PLACES = Places(MODULES, WHOLE, tied=frozenset({HEAD, EMBED}))
 LIMITS = Limits(rank=16, num_bytes=100_000)
@@ -36,7 +36,7 @@ A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
 
 
 class Slots:
-    """What a model has been told to add, by slot."""
+    """Records what the model was told to add, by slot."""
 
     def __init__(self) -> None:
         self.filled: dict[int, AdapterTensors] = {}

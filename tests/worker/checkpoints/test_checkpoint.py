@@ -31,7 +31,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def write(path: Path, header: Any, data: bytes = b"\0" * 64, length: int | None = None) -> Path:
-    """A safetensors file with any header at all."""
+    """A safetensors file with an arbitrary header."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     (path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
     return path
@@ -55,7 +55,7 @@ def test_a_single_file_in_any_dtype(tmp_path: Path) -> None:
 
 
 def test_a_tensor_costs_no_look_at_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mixture of experts has tens of thousands."""
+    """Reading a tensor must not scan the others: a mixture of experts has tens of thousands."""
     names = [f"experts.{number}" for number in range(500)]
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
     looks = 0
@@ -76,7 +76,7 @@ def test_tensors_outlive_the_checkpoint(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / "model.safetensors")
     with open_checkpoint(tmp_path) as checkpoint:
         kept = checkpoint.get("a", torch.float32, CPU)
-    kept += 1  # the mapping is private: the file stays as it was
+    kept += 1  # the mapping is private: the file does not change
     with open_checkpoint(tmp_path) as checkpoint:
         assert torch.equal(checkpoint.get("a", torch.float32, CPU) + 1, kept)
 

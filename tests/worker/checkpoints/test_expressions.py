@@ -1,4 +1,4 @@
-"""Expressions that files of published models have are matched as `re` matches them; what may take long is refused."""
+"""Regular expressions from published models' files match as with `re`; those that could take long are refused."""
 
 from __future__ import annotations
 

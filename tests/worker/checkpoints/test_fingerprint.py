@@ -1,4 +1,4 @@
-"""Which model it is follows from what the model is, and from nothing else."""
+"""A model's fingerprint depends on its contents, and on nothing else."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_a_tensor_that_nobody_knows_is_refused_by_name(name: str, tensor: Stored
 
 
 def test_sinks_have_one_name(tmp_path: Path) -> None:
-    """What is called a bias would be read in their place."""
+    """A tensor with the other name would otherwise be read in place of the sinks."""
     pairs = demo_pairs() | {"general.architecture": "gpt-oss", "gpt-oss.attention.head_count": 4}
     tensors = demo_tensors() | {"blk.0.attn_sinks.weight": Stored(bytes(16), (4,))}
     with open_gguf(GgufFile(pairs, tensors).write(tmp_path / "m.gguf")) as checkpoint:
@@ -98,7 +98,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
 
 @cache
 def small_model() -> bytes:
-    """All that a header can have, over tensors of few bytes."""
+    """Everything that a header can have, with tensors of a few bytes."""
     tensors = {name: Stored(bytes(64), (1, 32), "F16") for name in demo_tensors()}
     experts = {"blk.0.ffn_up_exps.weight": Stored(bytes(36), (2, 1, 32), "Q4_0")}
     pairs = {key: value for key, value in demo_pairs(False).items() if not key.startswith("tokenizer.")}
@@ -110,7 +110,7 @@ def small_model() -> bytes:
 def test_sec_30_damage_of_a_gguf_is_refused_by_the_worker(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """By its configuration or its tensors; what is taken can be read to the last byte."""
+    """The configuration or the tensors are refused; otherwise every tensor can be read to the last byte."""
     path, raw = tmp_path_factory.mktemp("damaged") / "m.gguf", bytearray(small_model())
     for _ in range(data.draw(st.integers(1, 2))):
         raw[data.draw(st.integers(0, 4000))] = data.draw(st.one_of(st.integers(0, 255), st.just(0)))
@@ -126,7 +126,7 @@ def test_sec_30_damage_of_a_gguf_is_refused_by_the_worker(
         return
     with checkpoint:
         for name in checkpoint.entries:
-            if name not in checkpoint.undone:  # which are done only to shapes that have been checked
+            if name not in checkpoint.undone:  # those are undone only for checked shapes
                 checkpoint.get(name, torch.float32, CPU).sum()
 
 

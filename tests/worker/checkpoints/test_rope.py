@@ -1,4 +1,5 @@
-"""Rotary embedding: the angles of every scaling against transformers' own functions, and which dimensions are pairs."""
+"""Rotary embedding: the angles of every scaling against transformers' own functions, and which dimensions are
+paired."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def both(kind: str, changes: dict[str, Any], length: int) -> tuple[RopeShape, torch.Tensor, float]:
-    """What config.json is read into; transformers' angles for rows of `length` tokens, and what it scales them by."""
+    """What config.json is parsed into; transformers' angles for rows of `length` tokens, and its scale for them."""
     partial = 0.75
     scaling = {"rope_type": kind, "rope_theta": 1e4, **SCALINGS[kind], **changes}
     fields = {
@@ -71,7 +72,7 @@ def test_what_depends_on_the_length_of_a_row_is_named() -> None:
 
 
 def at_once(shape: RopeShape, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both tables by their formula."""
+    """Both tables, each computed at once by its formula."""
     angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(shape, length)
     still = (0, (shape.head_dim - shape.dims) // 2)
     cos, sin = angles.cos() * shape.magnitude, angles.sin() * shape.magnitude
@@ -91,7 +92,7 @@ def test_a_table_made_in_slices_has_the_bits_of_one_made_at_once(
 
 
 class Largest(TorchDispatchMode):
-    """Remembers what operations have made, and not where only a view of it was made."""
+    """Records the size of every storage that operations allocate; views do not count again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ def test_llama3_blends_between_the_two_wavelengths() -> None:
 
 
 def turned(x: torch.Tensor, shape: RopeShape, position: int) -> torch.Tensor:
-    """x [D] as a kernel turns it, put back into the order of the checkpoint."""
+    """Rotate x [D] as a kernel does, then restore the order of the checkpoint."""
     order = head_order(shape) or list(range(shape.head_dim))
     rotation = RotaryTable(shape, position + 1, CPU).at(torch.tensor([position]))
     ours = x[order]

@@ -1,4 +1,4 @@
-"""From what a worker learns how much memory there is."""
+"""Where a worker learns how much memory is available."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter to torch.cuda: on a machine without a device, that it exists and asks for none; on one, what it does."""
+"""The adapter to torch.cuda: without a device, it imports and needs none; with one, what it does."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_fetch_brings_what_was_computed_before_it(accelerator: Accelerator) ->
         big = big @ big / 64
     ids.add_(1)
     fetch = accelerator.fetch(ids)
-    ids.add_(100)  # later work does not show
+    ids.add_(100)  # later work has no effect
     (here,) = fetch.wait()
     assert here.tolist() == list(range(1, 9))
     assert fetch.done()

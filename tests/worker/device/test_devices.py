@@ -1,4 +1,4 @@
-"""Which device a worker takes, and what it says when it cannot have the one that was named."""
+"""Which device a worker takes, and its message when it cannot use the one that was named."""
 
 from __future__ import annotations
 

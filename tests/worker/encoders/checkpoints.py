@@ -31,11 +31,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert": ("ModernBert", {**ROTARY, "local_attention": 20, "num_hidden_layers": 4, "pad_token_id": 0}),
 }  # fmt: skip
 
-SINCE = {"gte": (5, 18)}  # what transformers knew not always is tested with those that do
+SINCE = {"gte": (5, 18)}  # families that only newer versions of transformers know
 
 
 def save(path: Path, family: str, head: str = "Model", **more: Any) -> Any:
-    """A model of this family at `path`, and the same by transformers, in float32."""
+    """Write a model of this family to `path`, and return transformers' model in float32."""
     name, fields = CONFIGS[family]
     if tuple(map(int, transformers.__version__.split(".")[:2])) < SINCE.get(family, ()):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
@@ -44,7 +44,7 @@ def save(path: Path, family: str, head: str = "Model", **more: Any) -> Any:
     kind = getattr(transformers, f"{name}{head}")
     arguments = {"add_pooling_layer": False} if head == "Model" and family in ("bert", "roberta", "xlm-roberta") else {}
     model = kind._from_config(config, **arguments) if not arguments else kind(config, **arguments)
-    for parameter in model.parameters():  # biases and norms are zeros and ones otherwise
+    for parameter in model.parameters():  # biases and norms would otherwise be zeros and ones
         parameter.data.normal_(std=0.15) if parameter.dim() > 1 else parameter.data.add_(
             torch.randn_like(parameter) * 0.1
         )
@@ -53,7 +53,7 @@ def save(path: Path, family: str, head: str = "Model", **more: Any) -> Any:
 
 
 def texts(longest: int = 290) -> list[list[int]]:
-    """Token ids of a few texts, from one token to `longest`, clear of the ids that stand for padding."""
+    """Token ids of a few texts, from one token to `longest`, without the ids used for padding."""
     generator = torch.Generator().manual_seed(3)
     sizes = [1, 7, 2, 33, 64, 5, 129, longest]
     return [torch.randint(3, VOCAB, (size,), generator=generator).tolist() for size in sizes]

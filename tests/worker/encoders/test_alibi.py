@@ -1,4 +1,4 @@
-"""ALiBi in an encoder with a gated MLP, as JinaBERT has it: states are those of the formulas, written out here."""
+"""ALiBi in an encoder with a gated MLP, as in JinaBERT: hidden states follow the formulas, written out here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pagoda_worker.kernels.ops import Needs
 from pagoda_worker.kernels.reference import ReferenceOps
 
 VOCAB, HIDDEN, WIDTH, HEADS, LAYERS, LONGEST = 120, 96, 80, 6, 2, 300
-SLOPES = [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]  # of four heads, and two of eight
+SLOPES = [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]  # the slopes of four heads, and two of those of eight
 CONFIG: dict[str, Any] = {
     "architectures": ["JinaBertForMaskedLM"], "model_type": "bert", "vocab_size": VOCAB, "hidden_size": HIDDEN,
     "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": WIDTH, "hidden_act": "gelu",

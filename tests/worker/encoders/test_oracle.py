@@ -1,4 +1,4 @@
-"""Hidden states of every family of encoders are those of transformers, whatever stands beside a text in its step."""
+"""Hidden states of every family of encoders match transformers', whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pagoda_worker.rows.batch import Batch
 
 CPU = torch.device("cpu")
 BLOCK = 16
-EXACT = 2e-4  # of states of magnitude about 1, in float32
+EXACT = 2e-4  # for states of magnitude about 1, in float32
 
 
 def batch_of(rows: list[list[int]]) -> Batch:
@@ -60,7 +60,7 @@ def encoder(path: Path, ops: Ops, dtype: torch.dtype = torch.float32) -> Encoder
 
 
 def states(model: Any, rows: list[list[int]], ops: Ops, scratch: Any) -> list[torch.Tensor]:
-    """Of each row, read together in one step."""
+    """The hidden states of each row, computed together in one step."""
     with torch.inference_mode():
         kv = (ops.new_kv_cache(scratch, sum(-(-len(row) // BLOCK) for row in rows), BLOCK),)
         found = model.forward(batch_of(rows), kv).clone()
@@ -69,7 +69,7 @@ def states(model: Any, rows: list[list[int]], ops: Ops, scratch: Any) -> list[to
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[torch.Tensor]]]:
-    """By family: where it is, and the states that transformers makes of `texts`."""
+    """Family -> its directory, and transformers' hidden states for `texts`."""
     found = {}
     for family in CONFIGS:
         path = tmp_path_factory.mktemp(family)

@@ -1,4 +1,4 @@
-"""Grammars over small tokenizers, and what a test needs to say by itself which tokens they allow."""
+"""Grammars over small tokenizers, and the means to compute independently which tokens they allow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def small_tokenizer() -> LLTokenizer:
 
 @functools.cache
 def vocabulary() -> dict[int, bytes]:
-    """Token id -> its bytes, of all tokens of the small tokenizer that are text; the byte 255 never is."""
+    """Token id -> its bytes, for all text tokens of the small tokenizer; never the byte 255."""
     made = byte_level_tokenizer()
     special = {made.token_to_id(name) for name in SPECIALS}
     pieces = {i: small_tokenizer().decode_bytes([i]) for i in range(made.get_vocab_size()) if i not in special}

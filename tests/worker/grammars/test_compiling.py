@@ -1,4 +1,4 @@
-"""What is kept of grammars is bounded, and a model for which there can be none says why."""
+"""The cache of compiled grammars is bounded, and a model that cannot have grammars says why."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_sec_17_long_grammars_are_kept_up_to_a_sum_of_characters() -> None:
 
 @pytest.mark.slow
 def test_thousands_of_schemas_leave_memory_bounded() -> None:
-    """The matchers go with their rows, and of what was compiled the last few stay."""
+    """Matchers are freed with their rows, and only the last few compiled grammars are kept."""
     compiled, process = small_grammars(), psutil.Process()
 
     def visit(numbers: range) -> int:
@@ -48,7 +48,7 @@ def test_thousands_of_schemas_leave_memory_bounded() -> None:
         return process.memory_info().rss
 
     early, late = visit(range(500)), visit(range(500, 3_000))
-    assert late - early < 20 * 2**20  # a leak of 8 kB a schema
+    assert late - early < 20 * 2**20  # less than 8 kB per schema
 
 
 def test_rows_of_one_grammar_go_their_own_ways() -> None:

@@ -1,4 +1,4 @@
-"""A mask says what its bits say, whichever way round it is shorter."""
+"""A mask allows exactly its tokens, whether it lists the allowed ones or the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""A matcher allows what the grammar allows, as found here by trying every token; and it costs the same however it got
-where it is.
-"""
+"""A matcher allows what the grammar allows, as found here by trying every token, and its cost does not depend on how it
+reached its state."""
 
 from __future__ import annotations
 
@@ -20,18 +19,18 @@ TEXTS = st.lists(
     st.text(st.sampled_from("helo wrdt<é\n"), min_size=1, max_size=12), min_size=1, max_size=5, unique=True
 )
 DIES = grammars.regex("(.*h.{1,200}){1,100}")
-"""It becomes too complex for the small tokenizer after some tokens."""
+"""After some tokens, it becomes too complex for the small tokenizer."""
 
 
 def fitting(written: bytes, texts: list[str]) -> set[int]:
-    """Tokens after which `written` still begins one of the texts, and the end where it is one."""
+    """The tokens after which `written` is still a prefix of one of the texts, and the end token if it is one."""
     wholes = [text.encode() for text in texts]
     fits = {token for token, piece in vocabulary().items() if any(one.startswith(written + piece) for one in wholes)}
     return fits | ({end()} if written in wholes else set())
 
 
 def forced(written: bytes, texts: list[str]) -> bool:
-    """Whether one byte alone can come next: then llguidance takes the token that a tokenizer would, and no other."""
+    """Whether only one byte can follow: llguidance then allows only the token that a tokenizer would choose."""
     begun = [text.encode() for text in texts if text.encode().startswith(written)]
     return len({one[len(written) : len(written) + 1] for one in begun}) == 1
 
@@ -52,7 +51,7 @@ def test_what_is_allowed_is_what_leads_to_one_of_the_texts(texts: list[str], see
             break
         written += vocabulary()[token]
     assert written.decode() in texts
-    assert allowed(matcher) == {end()}  # nothing but an end follows an end, until the row is told to go
+    assert allowed(matcher) == {end()}  # only end tokens may follow an end token, until the row is stopped
     assert matcher.error == ""
 
 
@@ -105,7 +104,7 @@ def test_an_end_of_sequence_that_a_grammar_names_before_its_end_is_an_error_that
 
 
 def test_an_end_that_is_text_ends_and_is_not_written() -> None:
-    """Where a checkpoint does not call its end special, the grammar would take it for its letters."""
+    """If a checkpoint does not mark its end token as special, a grammar would match it as text."""
     h, w = (small_tokenizer().tokenize_str(text)[0] for text in "hw")
     matcher = small_grammars().matcher(grammars.regex("w[hw]{2}"), [h], np.array([w]))
     assert h not in allowed(matcher)
@@ -124,7 +123,7 @@ def test_tokens_that_do_not_fit_are_an_error_that_stays() -> None:
 
 
 def death(outputs: list[int], neighbours: int = 0, grammars: CompiledGrammars | None = None) -> tuple[int, str]:
-    """After how many of these outputs the grammar fails, and how; neighbours write other things meanwhile."""
+    """After how many of these outputs the grammar fails, and how; neighbours produce other tokens meanwhile."""
     compiled = grammars or small_grammars()
     others = [started(DIES, grammars=compiled) for _ in range(neighbours)]
     matcher, rng = started(DIES, grammars=compiled), random.Random(1)
@@ -150,7 +149,7 @@ def test_it_fails_in_the_same_place_alone_in_company_and_when_replayed() -> None
 
 
 def test_what_others_used_up_is_not_missing() -> None:
-    """Whoever comes after one that failed, or was there before it, fails where it would alone, or not at all."""
+    """Matchers beside or after a failed one behave as they would alone."""
     outputs, harmless = small_tokenizer().tokenize_str("h" * 200), small_tokenizer().tokenize_str("w" * 60)
     alone = death(outputs)
     compiled = small_grammars()
@@ -165,7 +164,7 @@ def test_what_others_used_up_is_not_missing() -> None:
 
 @pytest.mark.parametrize("begin", ["", "hello world"])
 def test_it_fails_in_the_same_place_when_it_is_asked_for_drafts(begin: str) -> None:
-    """What is forced was found out with the mask."""
+    """The mask has already found the forced tokens."""
     grammar, outputs = (
         grammars.regex(f"{begin}(.*h.{{1,200}}){{1,100}}"),
         small_tokenizer().tokenize_str(begin + "h" * 200),

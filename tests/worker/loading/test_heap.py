@@ -1,4 +1,4 @@
-"""In a process of its own: what the heap of this one looks like is other tests' doing, too."""
+"""Runs in a separate process: other tests influence the heap of this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many KV blocks a worker takes."""
+"""How many KV blocks a worker allocates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_quantised_cache_counts_its_scales() -> None:
 
 
 def test_values_that_are_keys_take_nothing() -> None:
-    """As latents of DeepSeek's models are kept: once, but where a back end reads values otherwise."""
+    """Latents of DeepSeek's models are stored once, except where a back end reads values separately."""
     both = KVShape(num_layers=1, num_kv_heads=1, head_dim=512 + 64, dtype=torch.bfloat16)
     once = replace(both, planes=1)
     assert (once.bytes_per_token, both.bytes_per_token) == (1152, 2304)
@@ -92,7 +92,7 @@ def test_automatic_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_that_share_a_machine_take_its_share_together(
     monkeypatch: pytest.MonkeyPatch, available: int, count: int
 ) -> None:
-    """Each sees the same memory, whoever comes last: what others have not written to is available."""
+    """All see the same memory, even the last one: memory that others have not yet written to counts as available."""
     monkeypatch.setattr(memory, "host_available_bytes", lambda root: available * GIB)
     each = num_kv_blocks(config_of(max_rows=10**6, workers_here=count), Needs()) * BLOCK_BYTES
     assert 0.25 * available * GIB < count * (each + BLOCK_BYTES)
@@ -104,7 +104,7 @@ def test_workers_that_share_a_machine_take_its_share_together(
 
 
 def test_a_later_life_takes_what_the_first_one_took_if_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' caches are full by then."""
+    """By then the other workers' caches are full."""
     for count in (1, 2, 4, 8):
         config = config_of(max_rows=10**6, workers_here=count)
         monkeypatch.setattr(memory, "host_available_bytes", lambda root: 23 * GIB)

@@ -82,7 +82,7 @@ def test_progress_can_end_the_loading(config: WorkerConfig) -> None:
 
 
 def test_identity(config: WorkerConfig, path: Path, tmp_path: Path) -> None:
-    """The fingerprint follows the weights and config.json; the numerics follow dtype and back end."""
+    """The fingerprint depends on the weights and config.json; the numerics on dtype and back end."""
 
     def identity(changed: WorkerConfig) -> tuple[str, str]:
         model: LoadedModel = load_model(changed)

@@ -1,4 +1,4 @@
-"""Models that read, from a directory to the bytes of an answer: what transformers makes of the same files."""
+"""Embedding and scoring models, from a directory to the bytes of a result, against transformers on the same files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def runner_of(path: Path, **options: Any) -> ModelRunner:
 
 
 class Reads:
-    """Runs prompts through a runner, each with its own chunks."""
+    """Runs prompts through a runner, each whole in one chunk."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -228,7 +228,7 @@ def test_a_reranker_that_answers_is_asked_how_likely_yes_is(tied: bool, tmp_path
 
 
 def write_reranker(path: Path, recipe: Recipe) -> list[Path]:
-    """Quantised, and of the same numbers as they are."""
+    """A quantised reranker, and a plain one with the dequantised weights."""
     made = write(save_qwen(path / "model"), recipe, path)
     found = [one.rename(path / f"Qwen3-Reranker-{one.name}") for one in (made.path, made.plain_path)]
     for one in found:
@@ -301,7 +301,8 @@ GEMMA = {
 
 
 def save_gemma(path: Path) -> Any:
-    """EmbeddingGemma's kind. transformers halves its window when it reads a file, and would again what it wrote."""
+    """A model like EmbeddingGemma. transformers halves the window when it reads a file, so the file needs the full
+    one."""
     torch.manual_seed(0)
     config = transformers.Gemma3TextConfig(**GEMMA, use_bidirectional_attention=True)
     model = transformers.Gemma3TextModel(config).eval()
@@ -334,7 +335,7 @@ def test_a_decoder_that_sees_both_ways_reads_prompts_whole(
 
 
 def test_any_decoder_may_say_that_it_sees_both_ways(tmp_path: Path) -> None:
-    """As gte-Qwen2 does, whose own code heeds it; transformers' takes a mask."""
+    """As in gte-Qwen2, whose own code respects the flag; transformers' model needs a mask."""
     torch.manual_seed(0)
     model = transformers.Qwen3Model(transformers.Qwen3Config(**QWEN)).eval()
     model.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""What layers keep, and how many blocks each table has."""
+"""Which tokens layers keep, and how many blocks each table has."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_row_of_the_longest_length_fits_and_no_group_has_more_than_rows_use(
 def test_what_is_offered_holds_the_steps_that_an_engine_core_may_have_in_flight(
     windows: tuple[int | None, ...], max_tokens_per_step: int
 ) -> None:
-    """Or it would refuse a worker whose steps are small."""
+    """Otherwise an engine core would refuse a worker whose steps are small."""
     (model,) = settle(Model(tuple(map(shape, windows))), max_rows=1, max_tokens_per_step=max_tokens_per_step)
     table = model.kv_groups[0].table
     one = model.retentions[table]
@@ -142,7 +142,7 @@ def test_a_model_of_windows_needs_room_for_one_and_its_steps() -> None:
 
 def test_what_a_context_takes() -> None:
     (model,) = settle(GEMMA)
-    one = 2 * 2 * 16 * 2  # bytes of a token and layer
+    one = 2 * 2 * 16 * 2  # bytes per token and layer
     assert bytes_of_row(model.kv_groups, model.retentions, LONG, 32) == one * (10 * LONG + 52 * 35 * 32)
     assert bytes_of_row(model.kv_groups, model.retentions, 64, 32) == one * 62 * 64
     said = "a context of 32768 tokens takes"

@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights, made by transformers and written as it writes them."""
+"""Tiny checkpoints with random weights, made and written by transformers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ NATIVE |= {
     "deepseek_v2": ("deepseek_v2", {**_LATENT, "topk_method": "group_limited_greedy", "q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", {**_LATENT, "q_lora_rank": 48, "rope_parameters": _DEEP_YARN}),
 }  # fmt: skip
-# Its first three layers attend within chunks, the last to all; every other one has experts.
+# The first three layers attend within chunks, the last to everything; every other layer has experts.
 _LLAMA4 = {
     "head_dim": 16,
     "num_hidden_layers": 4,
@@ -130,9 +130,9 @@ NATIVE |= {
     "llama4": ("llama4_text", {**_LLAMA4, "num_experts_per_tok": 1, "rope_parameters": _LLAMA3}),
     "llama4_dense": ("llama4_text", {**_LLAMA4, "num_experts_per_tok": 3, "moe_layers": [1], "use_qk_norm": False}),
 }  # fmt: skip
-# These ask kernels for everything that the others do, too: for tests that are too dear for all.
+# Together these need everything from the kernels: for tests that are too expensive for all families.
 KERNEL_FAMILIES = ["llama", "gemma2", "gemma3", "olmo3", "cohere2", "opt", "qwen2_moe", "gpt_oss", "deepseek_v3"]
-# Which layers slide goes by another rule in each.
+# The rule for which layers have a sliding window differs for each.
 _SLIDES = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2}
 SLIDING: dict[str, tuple[str, dict[str, Any]]] = {
     f"{name}_slides": (NATIVE[name][0], NATIVE[name][1] | _SLIDES) for name in ("qwen3", "qwen2_moe", "qwen3_moe")
@@ -148,12 +148,12 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(model_type: str, changes: dict[str, Any]) -> Any:
-    """As transformers completes it."""
+    """The configuration as transformers completes it."""
     return AutoConfig.for_model(model_type, **{**_COMMON, **changes})
 
 
 def make_model(model_type: str, changes: dict[str, Any], seed: int = 7) -> Any:
-    """A model whose greedy continuations wander: weights are scaled up until logits differ clearly."""
+    """A model with varied greedy continuations: weights are scaled up until logits differ clearly."""
     torch.manual_seed(seed)
     config = config_of(model_type, changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

@@ -1,4 +1,4 @@
-"""Checkpoints and loaded models, made once for all tests that want them."""
+"""Checkpoints and loaded models, made once for all tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture(scope="session")
 def loaded(saved: Saved) -> Loaded:
-    """(name, dtype, kernels) -> the model as a worker has it."""
+    """(name, dtype, kernels) -> the model as a worker loads it."""
 
     @cache
     def load(name: str, dtype: str = "float32", kernels: str = "torch") -> LoadedModel:

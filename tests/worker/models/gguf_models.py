@@ -1,4 +1,4 @@
-"""Tiny checkpoints as converters write them in GGUF: tensors renamed and rearranged, config.json as pairs."""
+"""Tiny checkpoints as converters write them in GGUF: tensors renamed and rearranged, config.json as key-value pairs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OTHERS = {
     "granitemoe": {"block_sparse_moe.router.layer": "ffn_gate_inp"},
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
 }  # fmt: skip
-LIKE_LLAMA = ("llama", "granite", "granitemoe", "smollm3")  # whose queries and keys converters interleave
+LIKE_LLAMA = ("llama", "granite", "granitemoe", "smollm3")  # converters interleave their queries and keys
 BARE = {".self_attn.sinks": "attn_sinks.weight", ".mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 EXPERT_PARTS = {
@@ -62,9 +62,10 @@ def write_gguf(
     pairs: Mapping[str, Any] = MappingProxyType({}),
     tensors: Mapping[str, Stored | None] = MappingProxyType({}),
 ) -> Path:
-    """The safetensors checkpoint of a transformers `config` as a GGUF file of architecture `arch`.
+    """Write the safetensors checkpoint of a transformers `config` as a GGUF file of architecture `arch`.
 
-    `pairs`, without the name of the architecture, and `tensors` replace its own or stand behind them; None is none.
+    `pairs`, whose keys lack the architecture's name, and `tensors` replace or extend the generated ones; None removes
+    one.
     """
     held = {name: one for name, one in (_tensors(directory, config, arch, kind) | dict(tensors)).items() if one}
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -230,7 +231,7 @@ def _tensors(directory: Path, config: Any, arch: str, kind: str) -> dict[str, St
 
 
 def _of_heads(layer: str, both: torch.Tensor, config: Any, kind: str) -> dict[str, Stored]:
-    """What makes keys and values of latents, apart, the first the other way round."""
+    """The matrices from latents to keys and to values, split; the one for keys is transposed."""
     plain, heads = config.qk_nope_head_dim, config.num_attention_heads
     keys, values = both.view(heads, -1, both.shape[1]).split([plain, config.v_head_dim], 1)
     return {
@@ -242,7 +243,7 @@ def _of_heads(layer: str, both: torch.Tensor, config: Any, kind: str) -> dict[st
 def _stacked(
     layer: str, which: str, what: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor], kind: str
 ) -> dict[str, Stored]:
-    """gpt-oss' experts: gate and up, which take turns, apart, and blocks with their scales before them."""
+    """gpt-oss' experts: interleaved gate and up are split, and every block is preceded by its scale."""
     parts = [("gate", slice(0, None, 2)), ("up", slice(1, None, 2))] if which == "gate_up" else [("down", slice(None))]
     if what == "_bias":
         return {f"blk.{layer}.ffn_{part}_exps.bias": stored(tensor[:, rows]) for part, rows in parts}
@@ -263,7 +264,7 @@ def _stacked(
 
 
 def _llama3_factors(rope: dict[str, Any], head_dim: int) -> torch.Tensor:
-    """By how much each frequency is divided."""
+    """The factor that divides each frequency."""
     plain = 1 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).double() / head_dim)
     turns = rope["original_max_position_embeddings"] / (2 * math.pi / plain)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -272,7 +273,7 @@ def _llama3_factors(rope: dict[str, Any], head_dim: int) -> torch.Tensor:
 
 
 def demo_parts(directory: Path) -> Path:
-    """The bundled model in three parts, its metadata in the first."""
+    """The bundled model in three parts, with its metadata in the first."""
     tensors = list(demo_tensors("BF16").items())
     paths = [directory / f"demo-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
     for number, path in enumerate(paths):

@@ -1,6 +1,6 @@
-"""config.json of small models as their makers published them: what each has beside the fields of its family.
+"""config.json of small models as published: each has fields beyond those of its family.
 
-Fields of bookkeeping are kept, for it is those that a reader stumbles over.
+Bookkeeping fields are kept, since a reader may stumble over them.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ _QWEN_EXPERTS = {
 
 
 def _llama4(**experts: Any) -> dict[str, Any]:
-    """As its makers wrote it, images and all; their counts are of the text model."""
+    """As published, images and all; the counts are those of the text model."""
     scaling = {
         "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
@@ -175,7 +175,7 @@ _DEEP_YARN = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
-# Families beside Llama's, with millions of parameters.
+# Families other than Llama's, with millions of parameters.
 OTHERS: dict[str, tuple[dict[str, Any], int]] = {
     "Phi-3-mini-4k-instruct": (
         _rms("Phi3ForCausalLM", _sizes(3072, 8192, 32, (32, 32), 32064, 4096), sliding_window=2047, resid_pdrop=0.0,

@@ -1,4 +1,4 @@
-"""Adapters beside a model: what they compute is what the merged weights compute, and nobody else notices them."""
+"""Adapters beside a model compute the same as merged weights, and do not affect other rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pagoda_worker.loading.model import LoadedModel, load_model
 from pagoda_worker.models.recorded import Recorded
 from pagoda_worker.rows.slots import NO_ADAPTER
 
-EXACT = 2e-4  # of float32 logits, which have a standard deviation of 1 to 2
+EXACT = 2e-4  # for float32 logits, which have a standard deviation of 1 to 2
 MODELS = [
     "llama3",
     "phi3",
@@ -88,7 +88,7 @@ def log_probabilities(loaded: LoadedModel, tokens: list[int], slot: int = NO_ADA
 
 @pytest.fixture(scope="module", params=KERNEL_FAMILIES)
 def family(request: pytest.FixtureRequest, saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """A checkpoint, two adapters of it, and it with the first merged in."""
+    """A checkpoint, two adapters for it, and the checkpoint with the first merged in."""
     out = tmp_path_factory.mktemp(request.param)
     _, path = saved(request.param)
     first, tensors = adapter_of(path, out / "first")
@@ -114,7 +114,7 @@ def test_log_probabilities_in_bfloat16_are_near_those_of_merged_weights(family: 
 
 
 def test_rows_of_many_adapters_and_of_none_do_not_notice_each_other(family: Family, beside: LoadedModel) -> None:
-    """Bit for bit: alone or together, in any chunks; rows without one as where no adapter is."""
+    """Bit for bit, alone or together, in any chunks; rows without an adapter as on a model without adapters."""
     slots = [NO_ADAPTER, 0, 1, 0, NO_ADAPTER, 1, 1, 0]
     harness, rows = Harness(beside), [Row(tokens, slot=slot) for tokens, slot in zip(prompts(), slots, strict=True)]
     harness.prefill(rows, 16)
@@ -136,7 +136,7 @@ def test_prefill_decode_and_chunks_give_the_same_bits(beside: LoadedModel) -> No
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize("quantization", ["", "int8", "int4"])
 def test_every_level_adds_beside_every_format(level: str, quantization: str, saved: Saved, tmp_path: Path) -> None:
-    """Near what torch adds in float32 to the native layers' own weights, which are the quantised ones."""
+    """Close to adding the term in float32 with torch to the native layers' own quantised weights."""
     _, path = saved("qwen3")
     adapter, _ = adapter_of(path, tmp_path / "adapter")
     options = {"dtype": "bfloat16", "quantization": quantization}

@@ -1,4 +1,4 @@
-"""config.json: both spellings are read alike, and nothing that changes the arithmetic is overlooked."""
+"""config.json: both spellings are read alike, and nothing that changes the arithmetic is ignored."""
 
 from __future__ import annotations
 

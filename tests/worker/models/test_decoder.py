@@ -1,4 +1,4 @@
-"""Layers that differ: what each keeps lies in the group of its like, and parts of a merged matrix are found again."""
+"""Models with differing layers: each layer's cache is in the matching group, and parts of merged matrices are found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDE = KVShape(num_layers=1, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 
 
 def unlike_spec() -> DecoderSpec:
-    """Wide, sliding, narrow and wide layers, each with an MLP of its own width."""
+    """Wide, sliding, narrow and wide layers, each with a different MLP width."""
     spec = spec_of(
         vocab_size=256, hidden_size=48, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=16, norm_eps=1e-6,
         max_positions=512, ropes=(RopeShape(theta=1e4, head_dim=16),), rope_of_layer=(0,) * 4,
@@ -46,7 +46,7 @@ def weights_of(spec: DecoderSpec) -> PlainSource:
 
 
 def logits(ops: Ops, sizes: list[int]) -> torch.Tensor:
-    """After each token of one row, computed in chunks of these sizes."""
+    """Logits after each token of one row, computed in chunks of these sizes."""
     spec = unlike_spec()
     model = Decoder(spec, ops, weights_of(spec), torch.float32, spec.max_positions)
     kv = [ops.new_kv_cache(group, 8, 16) for group in model.kv_groups]

@@ -1,6 +1,6 @@
-"""A file that leaves something out is read as transformers completes it, and otherwise not at all.
+"""A file with missing fields is read as transformers completes it, and otherwise refused.
 
-The oracle is transformers' own class of each configuration: what it makes of the same fields is read, too.
+The oracle is transformers' own configuration class: what it makes of the same fields is read, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pagoda_worker.models import ARCHITECTURES
 
 WITH_IMAGES = "Llama4ForConditionalGeneration"
 TEXT_ONLY = [name for name in ARCHITECTURES if name != WITH_IMAGES]
-# Whose own defaults are no model: heads that share out nothing evenly, experts that nobody chooses.
+# Their own defaults give no valid model: heads that do not divide evenly, experts that are never chosen.
 NO_MODEL = {"Glm4MoeForCausalLM", "DeepseekV2ForCausalLM"}
 SIZES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -34,7 +34,7 @@ SIZES = {
 
 
 def files_of(architecture: str) -> Iterator[dict[str, Any]]:
-    """Complete ones."""
+    """Complete configurations of the architecture."""
     class_of = getattr(transformers, architecture).config_class
     if architecture not in NO_MODEL:
         yield class_of().to_dict()
@@ -46,11 +46,11 @@ def files_of(architecture: str) -> Iterator[dict[str, Any]]:
 
 def read(architecture: str, fields: dict[str, Any]) -> DecoderSpec:
     spec = native_spec(architecture, fields)
-    return replace(spec, unused_layers=0)  # of tensors that nothing reads
+    return replace(spec, unused_layers=0)  # counts tensors that nothing reads
 
 
 def outcome(architecture: str, fields: dict[str, Any]) -> DecoderSpec | str:
-    """Its spec, or why it is refused."""
+    """The spec, or why the configuration is refused."""
     try:
         return read(architecture, fields)
     except (CheckpointError, UnsupportedConfig) as error:
@@ -58,11 +58,12 @@ def outcome(architecture: str, fields: dict[str, Any]) -> DecoderSpec | str:
 
 
 def assert_completed(architecture: str, fields: dict[str, Any]) -> None:
-    """Read as transformers' class completes it; or refused for what is missing, and then transformers runs it."""
+    """It is read as transformers' class completes it; or it is refused for a missing field, and transformers runs
+    it."""
     ours = outcome(architecture, fields)
     if isinstance(ours, str) and ours.endswith(("is missing", "is not set")):
         return
-    theirs = getattr(transformers, architecture).config_class(**deepcopy(fields))  # it writes into what it is given
+    theirs = getattr(transformers, architecture).config_class(**deepcopy(fields))  # the class modifies its argument
     assert ours == outcome(architecture, theirs.to_dict())
 
 

@@ -1,4 +1,4 @@
-"""Models without a native implementation: transformers' code on our cache, or a refusal that says why."""
+"""Models without a native implementation: transformers' code over our cache, or a refusal that says why."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pagoda_worker.models.fallback import TransformersModel
 from pagoda_worker.process.startup import load_runner
 from pagoda_worker.rows.batch import Batch
 
-CLEAR = 0.25  # of logits that are rounded to bfloat16 at magnitudes of about 8
+CLEAR = 0.25  # for logits rounded to bfloat16 at magnitudes of about 8
 DENSE = ["gpt2_scaled", "phi", "olmo"]
 
 
@@ -51,7 +51,7 @@ def test_bits_do_not_depend_on_chunks(name: str, dtype: str, loaded: Loaded) -> 
 
 @pytest.mark.parametrize("name", ["flex_olmo", "olmo"])
 def test_what_is_not_batch_invariant_claims_nobodys_numerics(name: str, saved: Saved, loaded: Loaded) -> None:
-    """Products of experts go through a library that is batch invariant on some machines only: measured, and said."""
+    """Experts use a library that is batch invariant on some machines only; the loader measures this and reports it."""
     config = WorkerConfig(model=str(saved(name)[1]), dtype="float32", kernels="torch")
     again, before = load_model(config), loaded(name)
     assert again.batch_invariant == again.repeatable == before.batch_invariant
@@ -67,7 +67,7 @@ def test_progress_ends_at_the_whole(saved: Saved) -> None:
 
 
 def edited(saved: Saved, name: str, target: Path, **changes: Any) -> WorkerConfig:
-    """A checkpoint with another config.json."""
+    """A checkpoint with a changed config.json."""
     source = saved(name)[1]
     fields = json.loads((source / "config.json").read_text()) | changes
     target.mkdir()
@@ -93,7 +93,7 @@ def test_refusals(saved: Saved, tmp_path: Path, name: str, changes: dict[str, An
 
 
 def small_llama(path: Path, **changes: Any) -> Path:
-    """In 16 bits, and through transformers: the native reader does not know the field."""
+    """A 16-bit model that runs through transformers, since the native reader does not know the extra field."""
     made = save(make_model(*NATIVE["llama"]), path, torch.bfloat16)
     fields = json.loads((made / "config.json").read_text()) | {"unheard_of": 1} | changes
     (made / "config.json").write_text(json.dumps(fields))
@@ -107,7 +107,7 @@ def test_rounding_to_16_bits_is_no_fault(dtype: str, tmp_path: Path) -> None:
 
 
 def test_tokens_of_experts_in_bfloat16_are_those_of_transformers(tmp_path: Path) -> None:
-    """Where the likeliest token stands out by more than 16 bits can move it."""
+    """Compared only where the likeliest token leads by more than 16-bit rounding can change."""
     path = save(make_model(*FALLBACK["flex_olmo"]), tmp_path, torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
     answers = Harness(load_model(WorkerConfig(model=str(path), kernels="torch")), num_blocks=128).greedy(prompts(), 8)
@@ -123,7 +123,7 @@ def test_tokens_of_experts_in_bfloat16_are_those_of_transformers(tmp_path: Path)
 
 
 def _restarted(ids: torch.Tensor, start: int) -> Batch:
-    """Every chunk at the positions of the first."""
+    """Gives every chunk the positions of the first."""
     batch = BATCH(ids, start)
     return dataclasses.replace(batch, positions=batch.positions - start)
 
@@ -136,7 +136,7 @@ def _unscaled(*arguments: Any, scaling: float | None = None, **rest: Any) -> Any
 
 
 def _sees_what_comes(self: Any, query: torch.Tensor, kv: Any, layer: int, plan: Any, *rest: Any) -> torch.Tensor:
-    """Every token of a chunk attends as its last one does: as if there were no mask."""
+    """Every token of a chunk attends to the whole chunk, as if there were no causal mask."""
     last = query.flip(0)
     return REFERENCE(self, last, kv, layer, plan, *rest).flip(0)
 
@@ -146,7 +146,7 @@ REFERENCE = ReferenceOps.attend
 
 @pytest.fixture
 def registered_anew() -> Iterator[None]:
-    """transformers keeps what was registered last, for models that were there before, too."""
+    """Restore our attention: transformers uses the one registered last, also in models created before."""
     yield
     AttentionInterface.register(fallback.ATTENTION, ATTEND)
 

@@ -1,4 +1,4 @@
-"""Every architecture that GGUF files are read of gives the logits of the safetensors checkpoint it was made of."""
+"""For every supported architecture, a GGUF file gives the logits of the safetensors checkpoint it was made from."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.worker.models.harness import logits_of
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading.model import LoadedModel, load_model
 
-TOKENS = [3, 17, 200, 9, 41, 77, 5, 130, 22, 64] * 6  # beyond the windows of these models
-# Architecture -> the models it is tried with, and what a GGUF file cannot say otherwise.
+TOKENS = [3, 17, 200, 9, 41, 77, 5, 130, 22, 64] * 6  # longer than the windows of these models
+# Architecture -> the models it is tested with, and fields that a GGUF file cannot express.
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "llama", {}),
     ("llama", "llama3", {}),
@@ -49,7 +49,7 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("cohere2", "cohere2", {}),
     ("starcoder2", "starcoder2", {"sliding_window": None}),
 ]
-ROUNDED_ONCE_MORE = {"llama3"}  # its frequencies come as factors
+ROUNDED_ONCE_MORE = {"llama3"}  # its frequencies are stored as factors
 
 
 def loaded(path: Path) -> LoadedModel:
@@ -76,7 +76,7 @@ def test_logits_are_those_of_the_safetensors_checkpoint(
 
 
 def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
-    """They are counted with the others and stand behind them."""
+    """Such layers follow the others and are included in the layer count."""
     model_type, fields = NATIVE["glm4_moe"]
     model = make_model(model_type, fields)
     directory = save(model, tmp_path / "model")
@@ -92,7 +92,7 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
 
 
 def test_latents_of_older_files(tmp_path: Path) -> None:
-    """Sizes are those of heads, and what makes keys and values is one matrix."""
+    """Key and value lengths are those of a head, not of the latent, and one matrix makes both."""
     model_type, fields = NATIVE["deepseek_v3"]
     model = make_model(model_type, fields)
     directory, config = save(model, tmp_path / "model"), model.config

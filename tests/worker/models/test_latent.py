@@ -1,4 +1,4 @@
-"""Latents that are kept once, as key and value: the same bits as kept twice, wherever their blocks have been."""
+"""Latents stored once, as key and value, give the same bits as stored twice, wherever their blocks have been."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNKS = [[10**6], [37, 1, 1, 5, 200]]
 
 
 def twice(model: LoadedModel) -> LoadedModel:
-    """The same model over a cache that keeps values beside keys."""
+    """The same model over a cache that stores values separately from keys."""
     return replace(model, kv_groups=tuple(replace(group, planes=2) for group in model.kv_groups))
 
 
@@ -50,7 +50,7 @@ def test_a_token_takes_what_its_back_end_keeps(kernels: str, planes: int, loaded
 
 
 def test_how_often_they_are_kept_is_part_of_the_numerics(loaded: Loaded) -> None:
-    """In int8 the bits are not those of two planes: a value of its own has its own scale."""
+    """In int8 the bits differ from those of two planes, since a separate value has its own scale."""
     model = loaded("deepseek_v3", "bfloat16")
     (once,) = model.kv_groups
     assert numerics_id(model.ops, once, "native") != numerics_id(model.ops, replace(once, planes=2), "native")
@@ -103,7 +103,7 @@ def plain(model: LoadedModel) -> LoadedModel:
 def test_bits_do_not_depend_on_where_blocks_have_been(
     kernels: str, dtype: str, kept: Callable[[LoadedModel], LoadedModel], loaded: Loaded
 ) -> None:
-    """A prefix hit, a copy, blocks that were swapped out and in, and a row that is computed again."""
+    """After a prefix hit, a copy, swapping out and in, and recomputation."""
     model, ids = kept(loaded("deepseek_v3", dtype, kernels)), prompts(longest=100)[-1]
     harness, first = Harness(model), Row(ids)
     harness.prefill([first], 40)

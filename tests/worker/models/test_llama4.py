@@ -1,4 +1,4 @@
-"""What Llama 4 alone has: chunks that attention does not leave, beside layers that see all, and a model with eyes."""
+"""Only in Llama 4: chunked attention beside layers that attend to everything, and a model that also reads images."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def test_native_log_probabilities_are_close(native: LoadedModel, saved: Saved) -> None:
-    """Within the bounds of any family by torch; see `test_oracle`."""
+    """Within the bounds for any family on torch; see `test_oracle`."""
     tokens = of_lengths()[-1]
     with torch.no_grad():
         expected = saved("llama4")[0](input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
@@ -69,7 +69,7 @@ def test_native_bits_do_not_depend_on_chunks(native: LoadedModel, chunks: list[i
 
 
 def with_eyes(path: Path) -> Any:
-    """A checkpoint whose text model is that of `make_model`."""
+    """A multimodal checkpoint whose text model is that of `make_model`."""
     text = make_model(*NATIVE["llama4"])
     config = AutoConfig.for_model("llama4", text_config=text.config.to_dict(), vision_config=EYES)
     model = Llama4ForConditionalGeneration(config)

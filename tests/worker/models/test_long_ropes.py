@@ -1,4 +1,4 @@
-"""Scalings of angles that depend on how long a row is: fixed at the longest that may come, and said to be."""
+"""RoPE scalings that depend on a row's length: fixed at the longest possible row, and reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models on the native kernels: near the reference, bit for bit their own, recorded or op by op."""
+"""Whole models on the native kernels: close to the reference, bits independent of the batch, recorded or op by op."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagoda_worker.loading.model import LoadedModel, load_model
 from pagoda_worker.models.recorded import Recorded
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler here; the torch back end serves")
-TOLERANCE = 0.35  # of log-probabilities, bfloat16 against the reference in float32; see test_log_probabilities
+TOLERANCE = 0.35  # for log-probabilities, bfloat16 against the reference in float32; see test_log_probabilities
 
 
 @pytest.fixture(scope="module", params=KERNEL_FAMILIES)
@@ -34,7 +34,7 @@ def load(path: Path, **options: str) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def native(path: Path) -> LoadedModel:
-    """Its weights are read and not written, so one serves all tests of a model."""
+    """Shared by all tests of a model, since they only read its weights."""
     return load(path, kernels="native")
 
 
@@ -43,7 +43,7 @@ def log_probabilities(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
 
 
 def test_log_probabilities(path: Path, native: LoadedModel) -> None:
-    """Likely tokens agree with the reference, and no worse than the torch back end in bfloat16 does."""
+    """Likely tokens agree with the reference at least as well as on the torch back end in bfloat16."""
     reference, by_torch = load(path, kernels="reference", dtype="float32"), load(path, kernels="torch")
     errors, others = [], []
     for tokens in prompts(longest=300)[-3:]:
@@ -93,7 +93,7 @@ def test_a_decode_step_is_one_call_with_the_same_bits(native: LoadedModel) -> No
 
 @pytest.mark.parametrize("level", levels())
 def test_every_level_computes_the_same_model(path: Path, native: LoadedModel, level: str) -> None:
-    """Each level this machine has, held against the best."""
+    """Each level of this machine, compared with the best."""
     one = load(path, kernels="native", instruction_set=level)
     assert (one.numerics_id == native.numerics_id) is (level == levels()[-1])
     tokens = prompts()[-1]
@@ -111,7 +111,7 @@ def test_what_the_kernels_cannot_do_is_an_error_when_named_and_a_fallback_otherw
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("other", ["torch", "reference"])
 def test_any_family_by_another_back_end(path: Path, native: LoadedModel, family: str, other: str) -> None:
-    """Whatever is not native is named, computes the same model, and keeps a row's bits its own (reference does not)."""
+    """A family on another back end is named, gives the same model and, on torch, keeps bits independent of chunks."""
     tokens = prompts(longest=120)[-1]
     mixed = load(path, kernels=f"native,{family}={other}")
     assert f"{family} {other}" in mixed.ops.name

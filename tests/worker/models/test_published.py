@@ -1,4 +1,4 @@
-"""The most used small models are native, with the numbers that their makers give them."""
+"""The most used small models run natively, with the numbers that their publishers give them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole models over keys and values in int8: bit for bit their own, and near the same model over bfloat16."""
+"""Whole models with int8 keys and values: bits independent of the batch, and close to the model with a bfloat16
+cache."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from pagoda_worker.loading.foresight import contexts_of
 from pagoda_worker.loading.memory import num_kv_blocks
 from pagoda_worker.loading.model import LoadedModel, load_model
 
-# Latents without experts: which of them are chosen may turn on any rounding, and then changes much.
+# Latents without experts: rounding can change which experts are chosen, and then results differ a lot.
 MODELS = NATIVE | FALLBACK | {"latents": ("deepseek_v3", NATIVE["deepseek_v3"][1] | {"first_k_dense_replace": 3})}
 NAMES = ["llama", "mistral", "qwen3", "gemma3", "latents"]
 KERNELS = ["torch", *(["native"] if LIBRARY.exists() else [])]
@@ -90,8 +91,8 @@ def log_probabilities(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
     return torch.log_softmax(logits_of(loaded, tokens, [10**6]).double(), -1)
 
 
-# Mean change of the log-probabilities of likely tokens that rounding to int8 makes. These random models magnify any
-# rounding, their weights being scaled up until logits are far apart: bfloat16 is allowed 0.35 against float32.
+# Mean change that int8 rounding makes to the log-probabilities of likely tokens. These random models amplify any
+# rounding, since their weights are scaled up until logits are far apart: bfloat16 is allowed 0.35 against float32.
 BOUND = 0.06
 
 
@@ -111,8 +112,8 @@ def test_torch_and_reference_round_alike_in_float32(load: Load, name: str) -> No
     expected = log_probabilities(load(name, "reference", "int8", "float32"), tokens)
     got = log_probabilities(load(name, "torch", "int8", "float32"), tokens)
     plain = log_probabilities(load(name, "reference", "auto", "float32"), tokens)
-    # A number that lies between two levels may fall to either side by the last bit of float32, rarely: of "latents" one
-    # does, whose token all others see, but none of the same model with experts.
+    # A number between two levels may rarely be rounded to either side because of float32's last bit: in "latents" one
+    # is, in a token that all others attend to, but none in the same model with experts.
     assert (got - expected).abs().mean() < 0.01 * (plain - expected).abs().mean()
 
 

@@ -1,7 +1,7 @@
 """A model cut into shards, all computed in this process, gives the logits of the whole bit for bit.
 
-Each shard is a decoder of its own with its heads, its columns of gate and up, and its inputs of `out` and `down`; the
-sums of these are exchanged between threads and added in the tree.
+Each shard is a separate decoder with its heads, its columns of gate and up, and its inputs of `out` and `down`; threads
+exchange the partial sums of these and add them in the tree.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STEPS = (
 
 
 class Exchange:
-    """Adds up the sums of all shards, for each of them."""
+    """All-reduce: gives every shard the total of all shards' sums."""
 
     def __init__(self, width: int) -> None:
         self._sums = [torch.empty(0)] * width
@@ -57,12 +57,12 @@ class Exchange:
         self._sums[rank] = sums
         self._barrier.wait()
         total = tree_sum(torch.stack(self._sums))
-        self._barrier.wait()  # nobody gives its next sums before all have added these
+        self._barrier.wait()  # the next sums must wait until all have read these
         return total
 
 
 class Cut(NamedTuple):
-    """A layer of which each shard has a part of the inputs; nobody's part has the bias."""
+    """A layer whose inputs are divided among the shards; the bias is kept out of the parts."""
 
     packed: Any
     bias: torch.Tensor
@@ -134,7 +134,7 @@ def decoder_of_shard(source: WeightSource, ops: Ops, dtype: torch.dtype, rank: i
 
 
 def logits_of(decoder: Decoder) -> torch.Tensor:
-    """Of every token of STEPS."""
+    """Logits of every token of STEPS."""
     with torch.inference_mode():
         kv = [decoder.ops.new_kv_cache(group, 4, BLOCK) for group in decoder.kv_groups]
         steps = [decoder.forward(make_batch(rows, BLOCK), kv) for rows in STEPS]

@@ -1,4 +1,4 @@
-"""Checkpoints of one family that name or store their tensors otherwise are one model."""
+"""Checkpoints of one family that name or store tensors differently give the same model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_names_of_nobody_are_told_in_those_of_the_family(saved: Saved, tmp_path:
 
 
 def test_transposed_matrices_are_rounded_as_the_others_are(saved: Saved, tmp_path: Path) -> None:
-    """Groups are of inputs, which are columns of what GPT-2 stores."""
+    """Groups run along inputs, which are the rows of GPT-2's stored matrices."""
     source, target = saved("gpt2")[1], tmp_path / "rounded"
     target.mkdir()
     matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight")

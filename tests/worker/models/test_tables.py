@@ -1,4 +1,4 @@
-"""A model of more positions than there is memory for is refused before a table of them is made."""
+"""A model with more positions than memory allows is refused before a rotary table is allocated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagoda_worker.models.tables import TooManyPositions, rotary_tables
 
 CPU = torch.device("cpu")
 MIB = 2**20
-SHAPE = RopeShape(theta=1e4, head_dim=64)  # 256 bytes a position
+SHAPE = RopeShape(theta=1e4, head_dim=64)  # 256 bytes per position
 
 
 def with_positions(path: Path, count: int, **more: Any) -> WorkerConfig:
@@ -29,7 +29,7 @@ def with_positions(path: Path, count: int, **more: Any) -> WorkerConfig:
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
-    """So much memory, and no table."""
+    """Simulate this much memory, and fail if a table is made."""
 
     def unmade(*_: Any) -> RotaryTable:
         raise AssertionError("a table was made")

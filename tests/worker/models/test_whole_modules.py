@@ -1,4 +1,5 @@
-"""Adapters that bring norms and both ends whole, or add to the ends: as merged weights compute, and nobody notices."""
+"""Adapters that replace norms, embedding and head, or adapt the ends: same results as merged weights, other rows
+unaffected."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ EVERYTHING, PLAIN, LINES, OWN = range(4)  # slots of `Family`
 
 
 def everything(path: Path, out: Path) -> tuple[Path, Tensors]:
-    """All that an adapter may do to a model at once: both ends are replaced, and added to."""
+    """All that an adapter can do to a model at once: it replaces both embedding and head, and adds to them."""
     spec = spelt(path)
     head, embed, shape = spec.names.head, spec.names.top(spec.names.embed), (spec.vocab_size, spec.hidden_size)
     ends = factors({head: shape}, seed=3) | embedding_factors(embed, shape, 8)
@@ -63,7 +64,7 @@ def test_what_comes_whole_and_what_is_added_compute_what_merged_weights_compute(
 
 
 class Family:
-    """A checkpoint, an adapter for each of the slots above, and what a model with the last one's tensors is."""
+    """A checkpoint, an adapter for each of the slots above, and the checkpoint with the last one merged in."""
 
     def __init__(self, path: Path, out: Path) -> None:
         spec = spelt(path)
@@ -99,7 +100,7 @@ def test_tensors_in_place_of_the_models_have_the_bits_of_a_model_of_them(family:
 
 
 def test_rows_of_all_kinds_do_not_notice_each_other(family: Family, beside: LoadedModel) -> None:
-    """Bit for bit: alone or together, in any chunks; those without an adapter as where none is."""
+    """Bit for bit, alone or together, in any chunks; rows without an adapter as on a model without adapters."""
     slots = [NO_ADAPTER, EVERYTHING, PLAIN, LINES, NO_ADAPTER, EVERYTHING, OWN, PLAIN]
     harness, rows = Harness(beside), [Row(tokens, slot=slot) for tokens, slot in zip(prompts(), slots, strict=True)]
     harness.prefill(rows, 16)

@@ -1,4 +1,4 @@
-"""sentence-transformers' files, read; what in them is not known is refused by name."""
+"""Reading sentence-transformers' files; unknown contents are refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ST = "sentence_transformers.models."
 
 
 def write(root: Path, *modules: tuple[str, str, dict[str, Any]], **lengths: Any) -> Path:
-    """Modules behind the transformer: type, folder, config."""
+    """The modules after the transformer: type, folder, config."""
     listed = [{"idx": 0, "name": "0", "path": "", "type": f"{ST}Transformer"}]
     for index, (kind, folder, config) in enumerate(modules, 1):
         listed.append({"idx": index, "name": str(index), "path": folder, "type": f"{ST}{kind}"})

@@ -1,4 +1,4 @@
-"""Loads a model as what workers are forked off does, takes its files away, and computes in forks.
+"""Loads a model as the process that forks workers does, deletes its files, and computes in forks.
 
 kept_program.py '{"model": .., ..}'      options of a worker; prints a line of JSON for each of two forks
 """
@@ -24,7 +24,7 @@ PROMPT, NUM_TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], 12
 
 
 def computed(config: WorkerConfig) -> dict[str, Any]:
-    """What the runner says of itself, and the tokens that its model chooses."""
+    """The runner's facts, and the tokens that its model generates."""
     runner = load_runner(config, lambda done, of: None)
     facts = runner.facts
     told = {"which": [facts.model_fingerprint, facts.numerics_id, facts.num_blocks], "tokens": []}
@@ -39,7 +39,7 @@ def computed(config: WorkerConfig) -> dict[str, Any]:
 
 
 def compute_on_all_threads() -> None:
-    """As quantising a large matrix does."""
+    """Use all threads, as quantising a large matrix does."""
     torch.ones(10**6).add_(1.0)
 
 
@@ -47,7 +47,7 @@ def main(options: dict[str, Any]) -> None:
     config = WorkerConfig(**options)
     keep_models(config, lambda done, of: compute_on_all_threads())
     for file in Path(config.model).iterdir():
-        os.truncate(file, 1)  # whoever looks into it now is killed by SIGBUS
+        os.truncate(file, 1)  # a process that reads a mapping of it now gets SIGBUS
     shutil.rmtree(Path(config.model))
     for _ in range(2):
         pid = os.fork()

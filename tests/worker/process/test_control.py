@@ -7,7 +7,7 @@ TICK_S = IDLE_INTERVAL_S
 
 
 def first_stuck(watch: StuckWatch, now: float, until: float) -> float | None:
-    """When a watch that is asked regularly finds a step of a lost membership stuck."""
+    """When a watch, polled regularly, reports a stuck step after its membership was lost."""
     while now < until:
         now += TICK_S
         if watch.stuck(now, lost_and_busy=True):
@@ -17,7 +17,7 @@ def first_stuck(watch: StuckWatch, now: float, until: float) -> float | None:
 
 def test_a_step_is_stuck_when_it_has_run_on_for_long_since_its_membership_was_lost() -> None:
     watch = StuckWatch(0.0)
-    for tick in range(1000):  # however long it ran before
+    for tick in range(1000):  # the time before the loss does not count
         assert not watch.stuck(tick * TICK_S, lost_and_busy=False)
     lost_at = 1000 * TICK_S
     found = first_stuck(watch, lost_at, lost_at + 2 * STUCK_EXIT_S)

@@ -53,7 +53,7 @@ Start = Callable[..., Worker]
 
 @pytest.fixture
 def start(endpoint: str) -> Iterator[Start]:
-    """Starts workers, and ends them whatever becomes of the test."""
+    """Starts workers, and stops them however the test ends."""
     made: list[Worker] = []
 
     def begin(model: FakeModel | None = None, config: WorkerConfig | None = None) -> Worker:
@@ -163,7 +163,7 @@ def test_a_result_computed_under_a_lost_lease_is_never_sent(engine: FakeEngine, 
     engine.admit(lease_s=0.5)
     engine.send(first_plan())
     assert model.entered.wait(WAIT_S)
-    while engine.receive(timeout_s=1.5) is not None:  # beats, until the lease is lost and they cease
+    while engine.receive(timeout_s=1.5) is not None:  # beats, until the lease expires and they stop
         pass
     assert model.gate is not None
     model.gate.set()
@@ -174,7 +174,7 @@ def test_a_result_computed_under_a_lost_lease_is_never_sent(engine: FakeEngine, 
         seen.append(type(received[2]))
     assert StepResult not in seen
     engine.welcome()
-    engine.send(next_plan(1))  # the row of the earlier life is forgotten
+    engine.send(next_plan(1))  # the row of the earlier epoch is gone
     assert "unknown" in engine.result().errors[0].message
 
 
@@ -265,7 +265,7 @@ def test_an_engine_core_that_has_forgotten_a_worker_gets_it_back(engine: FakeEng
 
 
 def test_a_restarted_engine_core_gets_the_worker_back(engine: FakeEngine, endpoint: str, worker: Worker) -> None:
-    """At once: whose connection breaks does not wait for its lease to end."""
+    """At once: a broken connection does not wait for the lease to expire."""
     engine.admit(lease_s=10 * WAIT_S)
     worker.event("ready")
     engine.until(Beat)
@@ -288,7 +288,7 @@ def test_drain_finishes_the_running_step_and_says_goodbye(engine: FakeEngine, st
     engine.send(first_plan())
     assert model.entered.wait(WAIT_S)
     engine.send(Drain(), kind=kind)
-    engine.until(Beat)  # answered, and the Drain went before it
+    engine.until(Beat)  # answered, so the Drain sent before it has arrived
     engine.until(Beat)
     assert model.gate is not None
     model.gate.set()
@@ -310,7 +310,7 @@ def test_stop_says_goodbye(engine: FakeEngine, worker: Worker) -> None:
 
 
 def leaving_with_a_row(engine: FakeEngine, start: Start, drain_timeout_s: float) -> Worker:
-    """It was asked to stop while it held a row, and has said so."""
+    """A worker that was asked to stop while it held a row, and has reported this."""
     config = WorkerConfig(engine=engine.endpoint, worker_id="w-1", drain_timeout_s=drain_timeout_s)
     worker = start(config=config)
     engine.admit()
@@ -358,7 +358,7 @@ def test_stop_while_no_engine_core_is_there(worker: Worker) -> None:
 def test_a_lost_step_is_told_and_the_worker_begins_anew(
     engine: FakeEngine, start: Start, token: int, offered: int
 ) -> None:
-    """With steps half as large, if it was memory that ran out."""
+    """With steps half as large if it ran out of memory."""
     start()
     engine.admit()
     assert engine.hello is not None
@@ -510,7 +510,7 @@ def test_a_process_that_was_stopped_past_its_lease_emits_nothing_of_its_old_life
     engine.send(first_plan())
     engine.send(BeatAck(), kind="/c")
     engine.answer_beats = False
-    while engine.receive(timeout_s=1.5) is not None:  # what was under way, then silence beyond the lease
+    while engine.receive(timeout_s=1.5) is not None:  # what was in flight, then silence beyond the lease
         pass
     process.send_signal(signal.SIGCONT)
     received = engine.receive()

@@ -1,4 +1,4 @@
-"""The loop with a device that works on while the host does: when it launches, when it answers, what it drops."""
+"""The loop with a device that works asynchronously: when it launches, when it answers, what it drops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda_worker.config import WorkerConfig
 
 
 class OpenFetch(HeldFetch):
-    """Waits in `wait` until the test releases it, as a device does that is still computing."""
+    """A fetch whose `wait` blocks until the test releases it, like a device that is still computing."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], journal: list[str]) -> None:
         super().__init__(tensors, journal)
@@ -34,7 +34,7 @@ class OpenFetch(HeldFetch):
 
 
 class SlowDevice(FakeAccelerator):
-    """Every fetch is announced, so that a test can wait for the launch it belongs to."""
+    """Announces every fetch, so that a test can wait for the launch it belongs to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class SlowDevice(FakeAccelerator):
 
 
 class Stage:
-    """An engine core, and a worker over a slow device."""
+    """An engine core, and a worker with a slow device."""
 
     def __init__(self, endpoint: str) -> None:
         self.engine = FakeEngine(endpoint)
@@ -126,7 +126,7 @@ def test_drain_answers_everything_under_way_before_goodbye(stage: Stage) -> None
     device.await_launch()
     device.await_launch()
     engine.send(Drain(), kind="/c")
-    engine.until(Beat)  # answered, and the Drain went before it
+    engine.until(Beat)  # answered, so the Drain sent before it has arrived
     engine.until(Beat)
     for fetch in device.fetches:
         fetch.release()
@@ -144,7 +144,7 @@ def test_a_lost_lease_drops_what_was_launched(stage: Stage) -> None:
     assert device.journal == ["synchronized"]
     engine.answer_beats = True
     engine.welcome()
-    engine.send(next_plan(1))  # a result of the earlier life would come first
+    engine.send(next_plan(1))  # a result of the earlier epoch would arrive first
     result = engine.result()
     assert result.outputs == []
     assert "unknown" in result.errors[0].message

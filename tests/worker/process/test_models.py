@@ -1,4 +1,4 @@
-"""Models that outlive the process that serves them: what forks compute with them, and when none are kept."""
+"""Models that outlive the process that serves them: what forks compute with them, and when none is kept."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def in_forks(options: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_forks_compute_with_it_what_a_process_computes_that_loaded_it_itself(way: str, model: Path) -> None:
-    """Its files are gone by then."""
+    """By then the model's files are deleted."""
     options = {"model": str(model)} | PLAIN | WAYS[way]
     if way == "draft":
         options["draft_model"] = str(save(make_model(*NATIVE["llama"]), model.parent / "draft", torch.bfloat16))
@@ -94,7 +94,7 @@ def test_two_lives_of_what_cannot_be_repeated_claim_different_numerics(repeatabl
 
 
 def test_every_life_has_as_many_blocks_as_the_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though other workers have filled theirs by then."""
+    """By then other workers have filled their blocks."""
     monkeypatch.setattr(models, "host_available_bytes", lambda root: 8 * MIB)
     config = keep(model, workers_here=4, max_rows=10**4)
     [kept] = models._kept.values()
@@ -124,7 +124,7 @@ def test_nothing_is_kept_beside_a_thread_that_stays(
 
     monkeypatch.setattr(models, "load_models", load_beside)
     monkeypatch.setattr(models, "THREADS_END_S", 0.05)
-    monkeypatch.setattr(models, "_num_threads", threading.active_count)  # those of other tests end in their own time
+    monkeypatch.setattr(models, "_num_threads", threading.active_count)  # other tests' threads may still be ending
     config = keep(model)
     over.set()
     thread.join()

@@ -1,4 +1,4 @@
-"""Over links that go wrong: a worker comes back to work by itself once there is a way again."""
+"""Over faulty links: a worker resumes work by itself once the link works again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
-    """Its ROUTER ignores a second connection under a routing id that it has, and notices nothing by itself."""
+    """Its ROUTER ignores a second connection with a known routing id, and detects no loss by itself."""
     made = FakeEngine("tcp://127.0.0.1:*")
     yield made
     made.close()
@@ -71,7 +71,7 @@ def test_a_worker_behind_a_link_that_swallows_is_back_at_work_once_it_heals(
     for _ in range(2):
         assert link.accepted.acquire(timeout=WAIT_S)
     fault(link)
-    for _ in range(4):  # two further attempts, which nobody answers
+    for _ in range(4):  # two further attempts, which are not answered
         assert link.accepted.acquire(timeout=WAIT_S)
     link.heal()
     at_work(engine, lease_s=60.0)
@@ -83,7 +83,7 @@ def test_a_worker_behind_a_link_that_swallows_is_back_at_work_once_it_heals(
 def test_a_worker_whose_connections_were_reset_behind_the_engine_core_s_back_is_back_at_work(
     engine: FakeEngine, link: Link, worker: Worker
 ) -> None:
-    at_work(engine, lease_s=10 * WAIT_S)  # so that it is not the lease that ends
+    at_work(engine, lease_s=10 * WAIT_S)  # long enough that it is not the lease that expires
     link.reset()
     at_work(engine, lease_s=60.0)
 

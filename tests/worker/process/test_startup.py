@@ -1,4 +1,4 @@
-"""From a loaded model to a runner on a device: what is measured, what the cache gets, what is recorded."""
+"""From a loaded model to a runner on a device: what is measured, how much the cache gets, what is recorded."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_largest_steps_want_the_logits_of_drafts() -> None:
 
 @pytest.mark.parametrize("adapters", [NO_ADAPTERS, FakeAdapters()])
 def test_what_adapters_add_is_warmed_and_measured(adapters: Adapters) -> None:
-    """Every token has one, where one may."""
+    """In warm-up steps every token has an adapter, if there may be any."""
     loaded, seen = replace(loaded_by(AtenOps(CPU)), adapters=adapters), []
 
     class Seen:
@@ -125,7 +125,7 @@ def test_what_is_measured() -> None:
     accelerator = FakeAccelerator(free=60, total=80, bytes_per_step=7)
     use = Rehearsal([loaded_by(AtenOps(CPU))], config(), accelerator, GreedySampler()).device_use(lambda: 5)
     assert use == (80, 20, 7, 5)
-    assert accelerator.journal == ["synchronized", "emptied"]  # what is in use is looked at when steps hold nothing
+    assert accelerator.journal == ["synchronized", "emptied"]  # memory in use is read while no step holds any
 
 
 def test_what_is_measured_has_the_choice_of_tokens() -> None:
@@ -164,7 +164,7 @@ def test_the_cache_takes_what_step_and_graphs_leave() -> None:
 
     device = Device(**facts, bytes_per_capture=lambda number: graphs[min(number, 1)])
     runner, told = start(device, CapturableOps(CPU), config(gpu_memory_utilization=1))
-    assert runner.facts.num_blocks == 13 - 1  # one for padding
+    assert runner.facts.num_blocks == 13 - 1  # one block for padding
     assert [cache.num_blocks for cache in runner.kv_cache] == [runner.facts.num_blocks + 1]  # type: ignore[attr-defined]
     assert told == [(number, len(ladder(5))) for number in range(1, len(ladder(5)) + 1)]
 
@@ -192,7 +192,8 @@ def test_operations_that_cannot_be_recorded_are_launched_one_by_one() -> None:
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_a_draft_model_on_a_device(enforce_eager: bool) -> None:
-    """It shares the memory, and its guesses, being the model's own, all hold, also after steps that were replayed."""
+    """It shares the memory, and its drafts are all accepted, since it is the model itself; also after replayed
+    steps."""
     draft = loaded_by(CapturableOps(CPU))
     bytes_per_block = 2 * draft.kv_groups[0].bytes_per_block(BLOCK)
     device = Device(free=20 * bytes_per_block, total=20 * bytes_per_block, bytes_per_step=500)
@@ -218,7 +219,7 @@ def test_a_draft_model_on_a_device(enforce_eager: bool) -> None:
 
 
 def streams(runner: ModelRunner, ahead: int) -> dict[int, list[int]]:
-    """Tokens of rows that begin one after the other; so many steps are launched `ahead` of the answered one."""
+    """Tokens of rows that begin one after the other, with up to `ahead` steps launched before one is collected."""
     driver, found, pending = Driver(runner), {}, []
     for step in range(14):
         new = []
@@ -287,7 +288,7 @@ def test_warm_up_leaves_no_row() -> None:
 
 @pytest.fixture
 def torch_threads() -> Iterator[int]:
-    """A number of its own, that no machine gives by chance."""
+    """A number that no machine has by default."""
     before = torch.get_num_threads()
     yield 3
     torch.set_num_threads(before)

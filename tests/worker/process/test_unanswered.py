@@ -1,4 +1,4 @@
-"""A worker that nobody answers says so, and why; once, and then ever more seldom."""
+"""A worker that gets no answer logs this and why: once, and then less and less often."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pagoda_worker.process.wire import NO_CONNECTION, NO_HANDSHAKE, Link, Wire
 
 @pytest.fixture
 def lines() -> Iterator[queue.Queue[str]]:
-    """Warnings of the loop, from whatever thread."""
+    """The loop's warnings, from any thread."""
     told: queue.Queue[str] = queue.Queue()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.put(record.getMessage())  # type: ignore[method-assign]
@@ -40,7 +40,7 @@ def lines() -> Iterator[queue.Queue[str]]:
 
 
 class Unanswered:
-    """Registrations of which nothing comes; after the last one the worker is to leave."""
+    """Registrations that are never answered; after the last one the worker is told to leave."""
 
     why_unanswered = "tcp://there:1: no connection"
 
@@ -85,7 +85,7 @@ def test_a_worker_without_an_engine_core_tells_where_it_asks(lines: queue.Queue[
 
 @pytest.fixture
 def keys(tmp_path: Path) -> tuple[CurveKeys, CurveKeys]:
-    """A worker's, and those of a worker of another deployment."""
+    """The keys of a worker, and of a worker from another deployment."""
     generate(tmp_path / "ours")
     generate(tmp_path / "theirs")
     ours, theirs = (load_curve(str(tmp_path / whose / "worker"), "engine-core.public") for whose in ("ours", "theirs"))
@@ -94,7 +94,7 @@ def keys(tmp_path: Path) -> tuple[CurveKeys, CurveKeys]:
 
 @pytest.fixture
 def keyed(keys: tuple[CurveKeys, CurveKeys], tmp_path: Path) -> Iterator[str]:
-    """Where a ROUTER listens that admits our worker."""
+    """The address of a ROUTER that admits our worker's key."""
     engine = load_curve(str(tmp_path / "ours" / "engine-core"), "worker*.public")
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         guard = ThreadAuthenticator(context)

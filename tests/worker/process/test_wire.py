@@ -59,7 +59,7 @@ def test_other_addresses_are_refused(bad: str) -> None:
 
 @pytest.fixture
 def key_dir(tmp_path: Path) -> Path:
-    """A worker's keys, and beside them the engine core's secret half."""
+    """A worker's keys, next to the engine core's secret key."""
     (engine_public, engine_secret), (public, secret) = zmq.curve_keypair(), zmq.curve_keypair()
     keys = {"engine-core.public": engine_public, "curve.public": public, "curve.secret": secret}
     for name, key in {**keys, "engine-core.secret": engine_secret}.items():

@@ -49,7 +49,7 @@ def test_layout(shapes: list[tuple[int, int, bool]]) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9), st.booleans()), min_size=1, max_size=6))
 def test_chunks_of_attention_are_rows(shapes: list[tuple[int, int, bool]]) -> None:
-    """Each token is the last but so many of a row that has its chunk's blocks and no others."""
+    """Each token lies at its offset in a row that has the blocks of its attention chunk and no others."""
     whole, size = build_batch(work_of(shapes), BLOCK, torch.device("cpu")), 2 * BLOCK
     cut = whole.in_chunks(size, BLOCK)
     seen = []

@@ -117,7 +117,7 @@ def test_an_impossible_swap_ends_the_rows_that_would_read_it() -> None:
     outs = [(0, 0), (8, 1), (0, 4), (-1, 2), (1, 3), (2, 3), (2, 2**64 - 1)]
     assert made.swap_outs(StepPlan(step=2, swap_outs=outs)) == [(0, 0)]
     assert made.take_errors() == []
-    ins = [(0, 3), (1, 4), (0, 8), (5, 6)]  # swap block 1 was to come from a block that there is not
+    ins = [(0, 3), (1, 4), (0, 8), (5, 6)]  # swap block 1 was never filled: its source block does not exist
     assert made.swap_ins(StepPlan(step=3, swap_ins=ins)) == [(0, 3)]
     assert [(error.row_id, error.code) for error in made.take_errors()] == [(2, ErrorCode.INTERNAL)]
     assert made.swap_ins(StepPlan(step=4, swap_ins=[(0, 5), (0, 5)])) == []

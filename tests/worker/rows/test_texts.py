@@ -1,4 +1,4 @@
-"""What rows of a domain have said is found where it is, by nobody else, and forgotten in time."""
+"""Texts of a domain's rows are found within that domain only, and forgotten in time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ids(tokens: list[int]) -> np.ndarray:
 def naive(
     texts: list[list[int]], told: list[tuple[int, int]], tail: list[int], count: int
 ) -> list[tuple[int, list[int]]]:
-    """The same by looking everywhere; `told`: text and place of every token, in the order in which they were told."""
+    """The same by exhaustive search; `told` has text and position of every token, in order of arrival."""
     found = []
     places = [(t, p) for t, p in told if p >= SIZE - 1 and texts[t][p - SIZE + 1 : p + 1] == tail[-SIZE:]]
     for text, place in places[::-1][:MAX_PLACES]:
@@ -45,7 +45,7 @@ def test_rows_that_speak_in_turns_are_found_as_by_a_search(said: list[tuple[int,
 
 
 def test_a_text_begins_with_what_was_before_it() -> None:
-    """So what an output begins with is found, too; a prompt farther back is not."""
+    """So the first tokens of an output are found, too; a part of the prompt farther back is not."""
     outputs, prompt, output = Outputs(), list(range(100, 140)), [7, 8, 9]
     outputs.take(Text(len(prompt)), ids(prompt + output))
     assert list(outputs.matches(prompt[-5:], 8)) == [(5, output)]
@@ -84,7 +84,7 @@ def test_sec_17_thousands_of_domains_leave_memory_bounded() -> None:
 
 
 def test_domains_are_counted_as_they_grow_and_not_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The count is right however halves come and go, and thousands of small domains cost a step nothing."""
+    """The size stays right as halves are added and dropped, and thousands of small domains cost a step nothing."""
     domains = Domains()
     text, tokens = Text(0), ids(list(range(3 * HALF_TOKENS)))
     for end in range(1024, len(tokens), 1024):

@@ -1,4 +1,4 @@
-"""A sampler on the device chooses what the host would."""
+"""A sampler on the device chooses the same tokens as the host."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pagoda_worker.sampling.philox import philox4x32, uniform
 
-# Known answers of the Random123 distribution (kat_vectors, philox4x32 10).
+# Known answers from the Random123 distribution (kat_vectors, philox4x32 10).
 KNOWN = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),

@@ -40,7 +40,7 @@ def row_of(
     seed: int = 5,
     eos: tuple[int, ...] = (),
 ) -> Row:
-    """Of parameters that many rows have: most of a row's cost is to check them."""
+    """A row with cached parameters: checking them is most of a row's cost."""
     prompt = prompt or [1, 2, 3]
     ids = prompt + (outputs or [])
     new = new_row(0, ids, [], num_prompt_tokens=len(prompt), params=params, seed=seed, eos_token_ids=eos)
@@ -99,7 +99,7 @@ def assert_matches_oracle(logits: np.ndarray, r: Row, got: int) -> None:
         assert z[got] >= z.max() - 1e-4
         return
     ids, probabilities = oracle_survivors(z, r.params)
-    # The sampler rounds processed logits to float32, so a neighbour is right too when u is at the very border.
+    # The sampler rounds processed logits to float32, so a neighbour is also right when u is exactly at the border.
     assert got in ids or min(abs(z[got] - z[t]) for t in ids) < 1e-4
     if got in ids:
         place = ids.index(got)
@@ -228,7 +228,7 @@ def test_top_k_keeps_exactly_k_of_equal_tokens() -> None:
 
 def test_top_p_is_taken_of_what_top_k_left() -> None:
     logits = np.log([0.4, 0.3, 0.2, 0.1])
-    # Of the first two, 4/7 is token 0 alone; of all four tokens, 0.5 needs two.
+    # Of the first two tokens, token 0 alone has 4/7; of all four, 0.5 needs two.
     assert {token(logits, row(seed=s, top_k=2, top_p=0.5)) for s in range(40)} == {0}
     assert {token(logits, row(seed=s, top_p=0.5)) for s in range(40)} == {0, 1}
 
@@ -238,7 +238,7 @@ def test_min_p_is_relative_to_the_best() -> None:
 
 
 def test_top_p_is_a_share_of_what_min_p_leaves() -> None:
-    """min_p leaves 0.4 and 0.3, of which the first is 57 %; of all tokens it would be 40 %."""
+    """min_p keeps 0.4 and 0.3, of which the first is 57 %; relative to all tokens it would be 40 %."""
     logits = np.log([0.4, 0.3, 0.1, 0.1, 0.1])
     assert {token(logits, row(seed=s, min_p=0.5, top_p=0.5)) for s in range(40)} == {0}
     assert {token(logits, row(seed=s, top_p=0.5)) for s in range(40)} == {0, 1}

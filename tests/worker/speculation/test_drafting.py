@@ -1,4 +1,4 @@
-"""Where drafts come from, and how they travel through a step. That no draft changes a token is in test_speculation."""
+"""Where drafts come from, and how they pass through a step. test_speculation checks that no draft changes a token."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from pagoda_worker.step.runner import ModelRunner
 
 
 def naive_distance(tokens: list[int]) -> int:
-    """The same by looking everywhere."""
+    """The same by exhaustive search."""
     last = len(tokens) - 1
     places = [p for p in range(SIZE - 1, last) if tokens[p - SIZE + 1 : p + 1] == tokens[last - SIZE + 1 :]]
     best, longest = 0, SIZE - 1
@@ -125,7 +125,7 @@ def test_drafts_that_fail_make_pauses() -> None:
 
 
 def test_text_that_never_repeats_is_left_alone() -> None:
-    """Drafts that never hold are at most one token in fifty."""
+    """Drafts that are never accepted make up at most one token in fifty."""
     length, tried = DraftLength(8), 0
     for _ in range(5000):
         tried += length.now
@@ -199,7 +199,7 @@ def test_a_worker_without_speculation_ignores_what_it_is_allowed() -> None:
 
 @dataclass
 class Allowing:
-    """Drives one runner with one row at a time per id, allowing as many drafts as it hints at, or none."""
+    """Drives a runner with one row at a time, allowing as many drafts as the runner hints at, or none."""
 
     runner: ModelRunner
     step: int = 0
@@ -211,7 +211,7 @@ class Allowing:
         return {output.row_id: output for output in result.outputs}
 
     def decode(self, row_id: int, prompt: list[int], steps: int, *, allow: bool = True, **row: Any) -> list[RowOutput]:
-        """A row from its prompt through `steps` steps, with all blocks from the start."""
+        """Run a row from its prompt through `steps` steps, with all blocks from the start."""
         blocks = row.pop("blocks", list(range(MAX_MODEL_LEN // BLOCK_SIZE)))
         new = new_row(row_id, prompt, blocks, **row)
         start = new.num_computed
@@ -248,7 +248,7 @@ def plain(count: int, prompt: list[int] = PROMPT, **row: Any) -> list[int]:
 
 
 def test_a_draft_model_that_is_the_model_is_always_right() -> None:
-    """The fake model's logits are a hash of all that its cache holds, so one wrong cell would make a wrong guess."""
+    """The fake model's logits are a hash of its whole cache, so one wrong cell would make a draft wrong."""
     outputs = Allowing(speculating(draft_model())).decode(1, PROMPT, 12)
     assert [output.num_drafted for output in outputs[1:5]] == [2, 4, 8, 8]
     assert all(len(output.token_ids) == 1 + output.num_drafted for output in outputs)
@@ -260,7 +260,7 @@ def test_a_draft_model_that_is_the_model_is_always_right() -> None:
     [(100, [37, 11, 16, 15, 1]), (16, [16, 16, 5, 11, 16, 15, 1]), (6, [6] * 6 + [1, 6, 5, 6, 6, 4, 6, 6, 3, 1])],
 )
 def test_rows_without_drafts_are_followed_by_the_block(max_tokens_per_step: int, passes: list[int]) -> None:
-    """The prompt, the rest of the third block, the fourth; then a step has drafts again and the rest is made up."""
+    """The prompt, the rest of the third block, the fourth; then a step drafts again and catches up on the rest."""
     model = FakeModel()
     driver = Allowing(speculating(draft_model(model, max_tokens_per_step=max_tokens_per_step)))
     outputs = driver.decode(1, PROMPT, 41, allow=False)
@@ -271,7 +271,7 @@ def test_rows_without_drafts_are_followed_by_the_block(max_tokens_per_step: int,
 
 
 def test_a_prefix_hit_holds_for_the_draft_model_too() -> None:
-    """Whatever the first row did, its full blocks are full in both caches."""
+    """Whatever the first row did, its full blocks are complete in both caches."""
     driver = Allowing(speculating(draft_model()))
     first = driver.decode(1, PROMPT, 20, allow=False)
     text = PROMPT + tokens_of(first)
@@ -318,7 +318,7 @@ def test_rows_have_drafts_of_different_lengths_in_one_step() -> None:
 def test_on_a_device_every_step_is_finished_before_drafts_are_made(
     drafter: Callable[[], Drafter], params: dict[str, Any]
 ) -> None:
-    """Drafters read tokens, so with one no token stays on the device; answers and hints are those of a CPU."""
+    """Drafters read tokens on the host, so no token stays on the device; results and hints are those of a CPU."""
     row: dict[str, Any] = {"params": SamplingParams(**params)}
     expected = Allowing(speculating(drafter())).decode(1, PROMPT, 15, **row)
     accelerator = FakeAccelerator()
@@ -340,7 +340,7 @@ def test_on_a_device_a_drafter_has_learnt_the_last_step_before_the_next_is_launc
 
 
 class Stubborn:
-    """Guesses what it was told to."""
+    """Drafts the tokens it was given."""
 
     caches = ()
     reads_all = True
@@ -375,7 +375,7 @@ def test_drafts_hold_up_to_the_first_that_is_wrong(right: int) -> None:
 
 
 def test_a_fault_behind_drafts_is_left_for_the_step_that_gets_there() -> None:
-    """bad_words leave nothing to choose after two tokens; the row may have been ended by the engine core before."""
+    """bad_words leave no token after the second; the engine core may have ended the row before that."""
     one = {"allowed_token_ids": (7,), "bad_words_token_ids": ((7, 7, 7),), "temperature": 0.0}
     params = SamplingParams(**one)  # type: ignore[arg-type]
     runner = speculating(Stubborn({1: [7, 7, 7]}))
@@ -517,7 +517,7 @@ def test_products_on_a_gpu_are_chosen_by_the_batch(path: Path) -> None:
 
 
 def test_drafts_end_with_the_context() -> None:
-    """The last token there is room for is sampled at the last position."""
+    """The last token that fits is sampled at the last position."""
     driver = Allowing(speculating(draft_model()))
     prompt = [5] * (MAX_MODEL_LEN - 4)
     outputs = driver.decode(1, prompt, 0)

@@ -1,4 +1,4 @@
-"""What a grammar forces is drafted, and what others guess is heard where the grammar admits it."""
+"""Tokens forced by a grammar are drafted, and other drafters' tokens are used where the grammar allows them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = [3, 4, 5]
 
 @dataclass
 class Guesser:
-    """Guesses what it is told to, and notes what it is told."""
+    """Drafts the tokens it was given, and records calls."""
 
     guess: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ def test_guesses_that_begin_with_what_is_forced_go_on_behind_it() -> None:
     inner.guess = rest
     assert drafter.draft([(row, chunk(99))])[1].tolist() == forced
     drafter.learn(row, 7, 5)
-    assert inner.learnt[-1] == (0, 0)  # they were not its own
+    assert inner.learnt[-1] == (0, 0)  # the drafts were not its own
 
 
 def test_guesses_for_a_row_with_a_choice_are_heard_if_they_begin_as_they_may() -> None:
@@ -101,7 +101,7 @@ def test_rows_without_a_grammar_are_none_of_its_business() -> None:
     drafts = drafter.draft([(free, chunk(5)), (formed, chunk(1, 2))])
     assert drafts[1].tolist() == [7, 8]
     assert drafts[2].tolist() == spelled("hello world")[:1]
-    assert inner.asked == [5, 0]  # all that the other may have is known
+    assert inner.asked == [5, 0]  # the grammar forces all drafts of the other row
     assert drafter.learn(free, 2, 1) == 2
     assert inner.learnt == [(2, 1)]
 

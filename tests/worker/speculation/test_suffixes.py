@@ -1,4 +1,4 @@
-"""Drafts of suffixes: the likeliest way on, from a row's own text and from what its domain has said."""
+"""Suffix drafts: the likeliest continuation, from a row's own text and from earlier texts of its domain."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def row_of(number: int, tokens: list[int], domain: str | None, **params: bool) -
 
 
 def speak(drafter: SuffixLookup, row: Row, output: list[int]) -> list[list[int]]:
-    """What was guessed before each token of a row that says this; every guess is taken to have failed or held."""
+    """The drafts before each token of a row with this output; nothing is reported as drafted or accepted."""
     length = len(row.tokens)
     drafter.draft([(row, Chunk(row.row_id, 0, length, True))])
     guesses = []

@@ -1,4 +1,4 @@
-"""Quantised layers and checkpoints as their own tools write them: the published layouts, one field at a time."""
+"""Quantised layers and checkpoints as their own tools write them, in the published layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 
 def to_words(fields: torch.Tensor, bits: int, order: Iterable[int] | None = None) -> torch.Tensor:
-    """Fields [R, C] of `bits` bits -> int32 [R, ceil(C * bits / 32)]; the i-th field from below is number order[i]."""
+    """Fields [R, C] of `bits` bits -> int32 [R, ceil(C * bits / 32)]; the i-th lowest field holds number order[i]."""
     per_word = 32 // bits
     places = list(order or range(per_word))
     rows = []
@@ -34,12 +34,12 @@ def to_words(fields: torch.Tensor, bits: int, order: Iterable[int] | None = None
 
 
 def minus_one(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """One subtraction per word, of one in every field."""
+    """Subtract one from every field, with one subtraction per word."""
     return words - sum(1 << bits * i for i in range(32 // bits))
 
 
 def rounded(weight: torch.Tensor, bits: int, group: int, *, symmetric: bool, activation_bits: int) -> QuantizedWeight:
-    """A matrix at `bits` bits; asymmetric groups reach from their least to their largest value."""
+    """Quantise a matrix to `bits` bits; asymmetric groups span from their minimum to their maximum."""
     parts = weight.double().unflatten(1, (-1, group or weight.shape[1]))
     top, middle = (1 << bits) - 1, 1 << bits - 1
     if symmetric:
@@ -122,7 +122,7 @@ TOKEN_SCHEME = {
 
 
 def compressed_config(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
-    """As llm-compressor writes it."""
+    """The configuration as llm-compressor writes it."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
@@ -147,7 +147,7 @@ def awq_config(group: int = 32, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a test writes a checkpoint. `covers`: whether a layer, by name, is quantised."""
+    """How a test writes a checkpoint. `covers` says whether a layer, by name, is quantised."""
 
     config: dict[str, Any]
     pack: Callable[[QuantizedWeight], Tensors]
@@ -158,16 +158,16 @@ class Recipe:
     covers: Callable[[str], bool] = lambda linear: linear != "lm_head"
 
     def but(self, **changes: Any) -> Recipe:
-        """The same with other fields of quantization_config."""
+        """The same with other fields in quantization_config."""
         return replace(self, config=self.config | changes)
 
 
 @dataclass(frozen=True)
 class Written:
-    """A quantised checkpoint, and what is in it."""
+    """A quantised checkpoint, and its contents."""
 
     path: Path
-    plain_path: Path  # a float32 checkpoint of the same numbers
+    plain_path: Path  # a float32 checkpoint of the dequantised numbers
     tensors: Tensors  # of the plain checkpoint
     weights: dict[str, QuantizedWeight]
 
@@ -177,7 +177,7 @@ def is_linear(name: str) -> bool:
 
 
 def apart(tensors: Tensors) -> Tensors:
-    """Each expert's matrices by names of their own, as checkpoints have them that quantise them."""
+    """Split stacked experts into a tensor per expert and matrix, as quantised checkpoints store them."""
     found: Tensors = {}
     for name, tensor in tensors.items():
         place, _, part = name.rpartition(".experts.")
@@ -192,7 +192,7 @@ def apart(tensors: Tensors) -> Tensors:
 
 
 def write(model: Any, recipe: Recipe, path: Path) -> Written:
-    """A transformers model (float32) by the recipe, beside its plain twin."""
+    """Write a transformers model (float32) by the recipe, and beside it the plain checkpoint."""
     tied = model.config.tie_word_embeddings
     tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
     tensors = apart({name: t for name, t in tensors.items() if not (tied and name == "lm_head.weight")})

@@ -1,4 +1,4 @@
-"""Sources of weights that are no checkpoint."""
+"""Sources of weights other than checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagoda_worker.checkpoints.source import Weight
 
 @dataclass(frozen=True)
 class PlainSource:
-    """Every tensor by name, none of them quantised."""
+    """Every tensor by name, none quantised."""
 
     take: Callable[[str], torch.Tensor]
 

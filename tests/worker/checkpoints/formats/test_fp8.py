@@ -1,4 +1,4 @@
-"""Checkpoints in blocks of 8-bit floats are the models of the numbers that these stand for."""
+"""A checkpoint in block-wise FP8 gives the model of its dequantised weights."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pagoda_worker.checkpoints.spec import linear_layers
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading.model import LoadedModel, load_model
 
-ROWS, COLUMNS = 32, 48  # of a block; they divide few of the matrices
+ROWS, COLUMNS = 32, 48  # of a block; few matrices are multiples of them
 METHOD: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [ROWS, COLUMNS],
 }  # fmt: skip
 
 
 def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """weight [N, K] -> floats, scales, and the numbers that these stand for."""
+    """weight [N, K] -> FP8 values, scales, and the dequantised weight."""
     floats, numbers = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
     scales = torch.empty(-(-weight.shape[0] // ROWS), -(-weight.shape[1] // COLUMNS))
     for i in range(scales.shape[0]):
@@ -42,7 +42,7 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def written(name: str, path: Path, plain: str = "") -> tuple[Path, Path]:
-    """A checkpoint in blocks, but for matrices called `plain`, and one of the numbers."""
+    """A checkpoint in FP8 blocks, except for matrices called `plain`, and one with the dequantised weights."""
     blocks, numbers = path / "blocks", path / "numbers"
     model_type, changes = NATIVE[name]
     save(make_model(model_type, changes), numbers)
@@ -68,7 +68,7 @@ def load(path: Path, **options: Any) -> LoadedModel:
 
 
 def test_a_block_wider_than_its_matrix_takes_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file that says so, a few kilobytes would take gigabytes."""
+    """Otherwise a file of a few kilobytes that declares such a block would take gigabytes."""
     peak = 0
     repeat = torch.Tensor.repeat_interleave
 

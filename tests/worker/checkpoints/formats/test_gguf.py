@@ -1,4 +1,4 @@
-"""Matrices in blocks become our levels: as they are where that is possible, and else no coarser than they were."""
+"""GGUF blocks become our quantised levels: exactly where possible, and otherwise no coarser than they were."""
 
 from __future__ import annotations
 

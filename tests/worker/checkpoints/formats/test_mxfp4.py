@@ -1,4 +1,4 @@
-"""gpt-oss with its experts in MXFP4 is the model of the numbers that its blocks stand for."""
+"""gpt-oss with experts in MXFP4 gives the model of its dequantised weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METHOD = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.se
 
 
 def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """weight [E, N, K] -> blocks, scales, and the numbers that these stand for."""
+    """weight [E, N, K] -> blocks, scales, and the dequantised weight."""
     grouped = weight.double().unflatten(-1, (-1, 32))
     exponents = (grouped.abs().amax(-1) / 6.0).log2().ceil()
     scaled = grouped / exponents.exp2().unsqueeze(-1)
@@ -40,7 +40,7 @@ def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """transformers' model with the numbers of the blocks, and the checkpoint that has these blocks."""
+    """A transformers model with the dequantised weights, and the checkpoint with the blocks."""
     model, path = make_model(*NATIVE["gpt_oss"]), tmp_path_factory.mktemp("mxfp4")
     tensors: dict[str, torch.Tensor] = {}
     with torch.no_grad():

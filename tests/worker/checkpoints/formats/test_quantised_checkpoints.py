@@ -1,4 +1,4 @@
-"""Whole checkpoints in every format: each gives the model of its numbers, or an error that says what is wrong."""
+"""Whole checkpoints in every format: each gives the model of its dequantised weights, or an error that says why not."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def packed(bits: int, group: int, symmetric: bool, **more: Any) -> dict[str, Any
 
 
 def some(linear: str) -> bool:
-    """Mixed within one merged matrix, and the head, too."""
+    """Quantises only some parts of a merged matrix, and also the head."""
     return not linear.endswith(("k_proj", "up_proj", "layers.1.mlp.down_proj"))
 
 
 def older_gptq(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
-    """Without g_idx, and with a bias of zeros where there is none."""
+    """GPTQ without g_idx, and with a bias of zeros where there is none."""
     tensors = gptq(weight)
     del tensors["g_idx"]
     return tensors | {"bias": torch.zeros(len(weight.levels))}
@@ -127,7 +127,7 @@ def loaded(path: Path, **changes: Any) -> LoadedModel:
 
 
 def by_hand(made: Written, model: LoadedModel, **changes: Any) -> LoadedModel:
-    """The same model from the numbers that were written, not from their files."""
+    """The same model, made from the weights in memory instead of their files."""
     fields = json.loads((made.plain_path / "config.json").read_text())
     spec = native_spec(fields["architectures"][0], fields)
     plain = {name.removesuffix(".weight"): tensor for name, tensor in made.tensors.items()}
@@ -141,7 +141,7 @@ IDS = prompts()[-1]
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_model_is_that_of_the_numbers(name: str, written: Make) -> None:
-    """To the bit, and with activations of 16 bits also the model of the plain checkpoint."""
+    """Bit for bit; with 16-bit activations also the model of the plain checkpoint."""
     made = written(name)
     model = loaded(made.path)
     got = logits_of(model, IDS, [len(IDS)])
@@ -156,7 +156,7 @@ def test_the_model_is_that_of_the_numbers(name: str, written: Make) -> None:
 
 @pytest.mark.parametrize("name", ["int-quantized", "awq", "gptq in parts"])
 def test_other_kernels_widen_the_weights(name: str, written: Make) -> None:
-    """The model is that of the plain checkpoint then, bit for bit."""
+    """The weights are dequantised, so the model is that of the plain checkpoint, bit for bit."""
     made = written(name)
     got = logits_of(loaded(made.path, kernels="torch"), IDS, [len(IDS)])
     assert torch.equal(got, logits_of(loaded(made.plain_path, kernels="torch"), IDS, [len(IDS)]))
@@ -198,7 +198,7 @@ def test_a_quantised_checkpoint_is_not_quantised_again(name: str, quantization: 
 
 
 def copy_of(made: Written, target: Path, **changes: Any) -> Path:
-    """The checkpoint with other fields in config.json."""
+    """The checkpoint with changed fields in config.json."""
     fields = json.loads((made.path / "config.json").read_text()) | changes
     target.mkdir()
     (target / "config.json").write_text(json.dumps(fields))
@@ -288,7 +288,7 @@ def test_only_native_models(written: Make, tmp_path: Path) -> None:
 
 
 def edit(made: Written, target: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-    """The checkpoint with other tensors."""
+    """The checkpoint with changed tensors."""
     tensors = load_file(made.path / "model.safetensors")
     change(tensors)
     target.mkdir()

@@ -1,4 +1,5 @@
-"""The option `quantization`: which matrices of a plain checkpoint are rounded, to what, and what is said about it."""
+"""The option `quantization`: which matrices of a plain checkpoint it quantises, to what, and what is logged about
+it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from pagoda_worker.models.decoder import Decoder
 
 IDS = prompts()[-1]
 OPTIONS = ("int8", "int4", "int4a16")
-# Inputs of down_proj: 96 are no whole groups of 64, 128 are.
+# Inputs of down_proj: 96 is no multiple of the group of 64, 128 is.
 WIDTHS = {"llama3": 96, "qwen3": 128}
 
 
@@ -49,7 +50,7 @@ def loaded(path: Path, **changes: Any) -> LoadedModel:
 
 
 def by_hand(path: Path, option: str, model: LoadedModel, *, widened: bool = False) -> LoadedModel:
-    """What the option means, matrix by matrix. `widened`: with the numbers that the rounded matrices stand for."""
+    """What the option means, matrix by matrix. `widened`: with dequantised weights."""
     fields = read_json(path / "config.json")
     spec = native_spec(fields["architectures"][0], fields)
     tensors = load_file(path / "model.safetensors")
@@ -93,7 +94,7 @@ def test_torch_kernels_widen_the_rounded_matrices(paths: dict[str, Path]) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_matrices_are_rounded_as_they_are_stored(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Whatever the dtype of the run."""
+    """Independent of the run's dtype."""
     path = save(make_model(*NATIVE["llama3"]), tmp_path / "half", dtype)
     model = loaded(path, quantization="int8", dtype="float32")
     tensors = {name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()}
@@ -106,7 +107,7 @@ def test_matrices_are_rounded_as_they_are_stored(dtype: torch.dtype, tmp_path: P
 
 
 def test_identity(paths: dict[str, Path]) -> None:
-    """The weights are those of the checkpoint; only workers of one format give the same bits."""
+    """The fingerprint is that of the checkpoint; only workers with the same option give the same bits."""
     models = [loaded(paths["qwen3"], quantization=option) for option in QUANTIZATIONS]
     assert len({model.fingerprint for model in models}) == 1
     assert len({model.numerics_id for model in models}) == len(QUANTIZATIONS)
@@ -150,7 +151,7 @@ def test_an_unknown_format() -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_rows_are_rounded_by_themselves(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many are rounded at once, the result is the same."""
+    """The result does not depend on how many rows are quantised at once."""
     weight = torch.randn(37, 128, generator=torch.Generator().manual_seed(0))
     whole = quantize(weight, FORMATS[option])
     for at_once in (1, 128, 1000, 10**6):

@@ -1,4 +1,4 @@
-"""Every layout's reader against a writer of its own: what is read is what was written, level by level."""
+"""Every layout's reader against a separate writer: it reads what was written, level by level."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def weight_of(seed: int, shape: tuple[int, int], group: int, bits: int, symmetric: bool) -> QuantizedWeight:
-    """Any levels, zeros and scales; scales are exact in float16."""
+    """Random levels, zeros and scales; scales are exact in float16."""
     generator = torch.Generator().manual_seed(seed)
     groups = 1 if not group else shape[1] // group
 
@@ -51,7 +51,7 @@ def weight_of(seed: int, shape: tuple[int, int], group: int, bits: int, symmetri
 
 
 def read(config: dict[str, Any], tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
-    """Through the layout that the configuration names, after the header checks a checkpoint goes through."""
+    """Read through the layout that the configuration names, after a checkpoint's header checks."""
     layout = read_layout({"quantization_config": config})
     assert layout is not None
     packing = layout.packing_of(NAME)
@@ -127,7 +127,7 @@ def test_awq(seed: int, symmetric: bool, n: int, k: int, group: int) -> None:
 @settings(max_examples=25, deadline=None)
 @given(seeds, widths, symmetries, st.integers(1, 19), st.integers(1, 19), st.integers(0, 5))
 def test_pack_quantized(seed: int, bits: int, symmetric: bool, n: int, k: int, group: int) -> None:
-    """Neither outputs nor inputs need to fill their words."""
+    """Neither the number of outputs nor of inputs needs to be a multiple of a word's fields."""
     shape = (n, k * max(group, 1))
     weight = weight_of(seed, shape, group, bits, symmetric)
     config = compressed_config("pack-quantized", weights_scheme(bits, group, symmetric), None)
