@@ -1,8 +1,8 @@
-"""How tests are dealt to the processes of `-n`: a file's tests to one of them, and no test twice.
+"""How tests are distributed to the processes of `-n`: a file's tests go to one process, and no test runs twice.
 
-A process that dies ends the test it was at, and nothing else. xdist's own `loadfile` runs that test again in the next
-process, which dies of it, too; and it deals out the files that the dead one had done: they have no test left, and who
-gets such a file waits for ever.
+A process that dies fails only the test it was running. xdist's own `loadfile` runs that test again in the next process,
+which dies too. It also hands out again the files that the dead process had finished: they have no tests left, and a
+process that gets one waits forever.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling, Scheduling
 from xdist.workermanage import WorkerController
 
-LOOKAHEAD = 2  # a process begins a test when it knows the one after it, or that there is none
+LOOKAHEAD = 2  # a process starts a test once it knows the next one, or that there is none
 
 
 class Files(LoadFileScheduling):
     def _assign_work_unit(self, node: WorkerController) -> None:
-        """Files are in an order of which the first wait, for processes that they start, and the last compute: one in
-        three takes the last of those that are left, so that neither cores nor tests wait for each other."""
+        """The first files mostly wait for processes that they start, the last ones compute. One process in three takes
+        the last file that is left, so that neither cores nor tests wait for each other."""
         if self.nodes.index(node) % 3 == 2:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Returns the test that the process died in; None where it was done."""
+        """Returns the test that the process died in; None if it had finished."""
         dealt = self.assigned_work[node]
         died_in = next((test for tests in dealt.values() for test, done in tests.items() if not done), None)
         if died_in is not None:
@@ -38,9 +38,9 @@ class Files(LoadFileScheduling):
         return died_in
 
     def _reschedule(self, node: WorkerController) -> None:
-        if node not in self.registered_collections:  # it is about to collect, and is given tests then
+        if node not in self.registered_collections:  # about to collect; it gets tests after that
             return
-        with contextlib.suppress(OSError):  # it is dead, of which the news is under way
+        with contextlib.suppress(OSError):  # it has died; the report is on its way
             while not node.shutting_down and self._pending_of(self.assigned_work[node]) <= LOOKAHEAD:
                 super()._reschedule(node)
 

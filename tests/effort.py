@@ -1,4 +1,4 @@
-"""How much is done, where time would say it badly: in calls, which no other process changes."""
+"""Measures work in function calls, which other processes do not affect, unlike time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def num_calls(function: Callable[[], object]) -> int:
-    """Of Python's and C's functions, while `function` runs."""
+    """Number of calls of Python and C functions while `function` runs."""
     events: list[str] = []
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, arg: events.append(event))

@@ -1,4 +1,4 @@
-"""How many examples a property that is dear is tried with: few in the suite, a thousand by `--hypothesis-profile`."""
+"""How many examples an expensive property gets: few in the suite, a thousand with `--hypothesis-profile thorough`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files for tests: any header at all, and the bundled model as a converter would write it."""
+"""GGUF files for tests: arbitrary headers, and the bundled model as a converter would write it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 DEMO = Path(__file__).parent.parent / "services/pagoda/demo_model"
 STRING, ARRAY = 8, 9
-# Type of a value -> its number in the file.
+# Value type -> its number in the file.
 NUMBERS = {"uint32": 4, "int32": 5, "float32": 6, "bool": 7, "uint64": 10, "float64": 12}
 PACKED = {4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 12: "d"}
 KINDS = {"F32": 0, "F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "MXFP4": 39}
@@ -40,7 +40,7 @@ def _bare(kind: int, value: Any) -> bytes:
 
 
 def pair(key: str, value: Any) -> bytes:
-    """A key and its value. Integers of arrays are int32, as converters write types of tokens."""
+    """A key and its value. Integers in arrays are int32, as converters write token types."""
     if not isinstance(value, list):
         return text(key) + struct.pack("<I", _kind(value)) + _bare(_kind(value), value)
     kind = _kind(value[0]) if value else STRING
@@ -51,7 +51,7 @@ def pair(key: str, value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Stored:
-    """`shape` as torch has it, `kind` a number or a name of KINDS. `offset`: None is behind the tensor before it."""
+    """`shape` as in torch; `kind` is a number or a name of KINDS. `offset` None: right after the previous tensor."""
 
     data: bytes
     shape: Sequence[int]
@@ -85,7 +85,7 @@ class GgufFile:
 
 
 def stored(tensor: torch.Tensor, kind: str = "F32") -> Stored:
-    """A tensor as `kind` has it; lists stay F32, as converters leave them."""
+    """A tensor encoded as `kind`; vectors stay F32, as converters leave them."""
     kind = kind if tensor.dim() > 1 else "F32"
     return Stored(ENCODED[kind](tensor.float()), tuple(tensor.shape), kind)
 
@@ -130,7 +130,7 @@ NAMES = {
 
 
 def gguf_name(name: str, others: Mapping[str, str]) -> str:
-    """What a converter calls a tensor; `others` go before NAMES."""
+    """A converter's name for a tensor; `others` take precedence over NAMES."""
     known, (stem, _, kind) = NAMES | others, name.rpartition(".")
     if stem in known:
         return f"{known[stem]}.{kind}"
@@ -139,7 +139,7 @@ def gguf_name(name: str, others: Mapping[str, str]) -> str:
 
 
 def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of queries or keys as converters of Llama put them."""
+    """The rows of a query or key matrix in the order that Llama's converters write."""
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
@@ -154,7 +154,7 @@ def demo_tensors(kind: str = "F32") -> Mapping[str, Stored]:
 
 
 def demo_pairs(whole_tokenizer: bool = True) -> dict[str, Any]:
-    """The metadata of the bundled model. Its tokenizer is of no named kind, so it comes as the file it is."""
+    """The metadata of the bundled model. No GGUF tokenizer type fits its tokenizer, so the whole file is embedded."""
     definition = json.loads((DEMO / "tokenizer.json").read_text())
     config = json.loads((DEMO / "tokenizer_config.json").read_text())
     tokens = {i: token for token, i in definition["model"]["vocab"].items()}
@@ -178,5 +178,5 @@ def demo_pairs(whole_tokenizer: bool = True) -> dict[str, Any]:
 
 
 def write_demo(path: Path, kind: str = "F32") -> Path:
-    """The bundled model, its matrices as `kind` has them."""
+    """Write the bundled model with its matrices encoded as `kind`."""
     return GgufFile(demo_pairs(), demo_tensors(kind)).write(path)

@@ -1,4 +1,4 @@
-"""What a session says, read as one delta after the other."""
+"""Reads the frames of a session as a sequence of deltas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pagoda_proto.records import Delta, Tokens
 
 
 class FrameReader:
-    """Keeps what was accepted under which number. Choices are told apart for up to `MAX_CHOICES` of a request."""
+    """Remembers which request each stream number belongs to, for up to `MAX_CHOICES` choices of a request."""
 
     MAX_CHOICES = 16
 
@@ -16,7 +16,7 @@ class FrameReader:
         self._streams: dict[int, tuple[str, int, int]] = {}
 
     def deltas(self, frame: pb.ServerFrame) -> list[Delta]:
-        """What a frame says is new, in the order in which it counts."""
+        """The deltas of a frame, in order."""
         if frame.HasField("accepted"):
             accepted = frame.accepted
             for choice in range(self.MAX_CHOICES):

@@ -14,7 +14,7 @@ DIES = "import os\ndef test_before(): pass\ndef test_dies(): os._exit(1)\ndef te
 def closing_line(tests: Path, *words: str) -> str:
     (tests / "conftest.py").write_text(DEALT)
     (tests / "pytest.ini").write_text("")
-    # Every process that dies is followed by another: none of them loads more than it needs.
+    # Every process that dies is replaced, so each loads only the plugins it needs.
     command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-p", "no:cacheprovider"]
     command += ["--dist=loadfile", "--no-loadscope-reorder"]
     done = subprocess.run(

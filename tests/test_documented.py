@@ -1,4 +1,4 @@
-"""Documents point at what is there; those of faults name every number once, and tests that exist."""
+"""Documents refer only to what exists; those about faults list every number once, with tests that exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBERS = {
 
 @functools.cache
 def headings(document: Path) -> set[str]:
-    """As a heading is addressed."""
+    """The anchors of a document's headings."""
     lines = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
@@ -45,7 +45,7 @@ def source_files() -> list[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_files_of_code_that_are_named_are_there(document: Path) -> None:
-    """By their whole path or the end of it, where `...` may stand for what is between."""
+    """A file is named by its path or the end of it; `...` may stand for the directories in between."""
     told = re.findall(r"`([^`\n]+)`", document.read_text(encoding="utf-8"))
     named = {path for words in told for path in re.findall(rf"[\w./-]+\.(?:{'|'.join(SOURCES)})\b", words)}
     missing = [path for path in named - OTHERS_FILES if not _is_there(path)]
@@ -57,7 +57,7 @@ def _is_there(path: str) -> bool:
 
 
 def rows(document: str) -> list[tuple[str, str, str, str]]:
-    """Of each: its number, two columns of words, and the one that names tests."""
+    """The table's rows: number, two text columns, and the column that names tests."""
     return re.findall(r"^\| ((?:SEC-|F)\d\d) \| (.*) \| (.*) \| ?(.*) ?\|$", (ROOT / document).read_text(), re.M)
 
 

@@ -1,4 +1,4 @@
-"""What a reviewer would otherwise have to say again and again, checked over the whole tree."""
+"""Checks over the whole tree what a reviewer would otherwise have to repeat in every review."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
 
 FILE_LINES, TEST_FILE_LINES = 400, 600
 FUNCTION_LINES = 45
-LONGER_FILES: dict[str, int] = {}  # path -> its own ceiling, for a file that is one idea all the same
-LONGER_FUNCTIONS = {  # path and name -> its own ceiling: a kernel of a GPU is one function
+LONGER_FILES: dict[str, int] = {}  # path -> its own limit, for a longer file that is a single idea
+LONGER_FUNCTIONS = {  # path and name -> its own limit: a GPU kernel is one function
     "worker/pagoda_worker/kernels/triton/experts.py product_kernel": 52,
     "worker/pagoda_worker/kernels/triton/report.py report_kernel": 46,
     "worker/pagoda_worker/kernels/triton/sampling.py prepare_kernel": 55,
@@ -28,7 +28,7 @@ LONGER_FUNCTIONS = {  # path and name -> its own ceiling: a kernel of a GPU is o
 ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 READS_THE_ENVIRONMENT = {
     "services/pagoda/settings/resolving.py",
-    "worker/pagoda_worker/library_choice.py",  # variables of other libraries, which have no other way to be told
+    "worker/pagoda_worker/library_choice.py",  # variables of other libraries, for which there is no API
 }
 
 
@@ -52,13 +52,13 @@ def source(path: Path) -> str:
 
 @functools.cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Of the file's syntax tree: to parse a file and to walk over it costs more than all that is asked of its nodes."""
+    """The nodes of the file's syntax tree, cached: parsing and walking it costs more than all checks of its nodes."""
     return tuple(ast.walk(ast.parse(source(path))))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def trees_are_dropped() -> Iterator[None]:
-    """Half a million nodes would make every collection of garbage slow for the tests of other modules."""
+    """Half a million cached nodes would slow every garbage collection in the tests of other modules."""
     yield
     nodes.cache_clear()
 
@@ -114,7 +114,8 @@ def test_only_the_settings_read_the_environment() -> None:
 
 
 def test_no_cancellation_is_lost() -> None:
-    """Before Python 3.12 wait_for swallows one that comes when what it waits for is done: asyncio.timeout does not."""
+    """Before Python 3.12, wait_for swallows a cancellation that arrives when its awaitable is done. asyncio.timeout
+    does not."""
     found = [name(path) for path in product_files() if "asyncio.wait_for" in source(path)]
     assert not found
 
@@ -131,7 +132,7 @@ def test_nothing_is_left_for_later() -> None:
 
 
 HEAVY = ("torch", "transformers", "triton", "numpy")
-# torch brings sympy, which takes a fifth of a worker's start, once it is asked for what it writes in Python.
+# torch imports sympy, a fifth of a worker's start, as soon as an operation that it implements in Python is used.
 FIRST_TOKEN = """
 import pagoda.commands.worker, pagoda_worker.process.loop
 from pagoda.tools.checkpoints import locate

@@ -1,4 +1,4 @@
-"""Starts a stack, and against it the programs of `programs.py` in another environment: `make test-clients`."""
+"""Starts a stack and runs `programs.py` against it in another environment: `make test-clients`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PROGRAMS = Path(__file__).with_name("programs.py")
 
 
 def main() -> int:
-    """The first word is the Python of the environment with the libraries."""
-    # They would fetch prices of models, and tell somebody that they ran.
+    """The first argument is the Python of the environment with the libraries."""
+    # By default the libraries fetch model prices and send telemetry.
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "ANONYMIZED_TELEMETRY": "False", "LANGSMITH_TRACING": "false"}
     with (
         tempfile.TemporaryDirectory(prefix="pagoda-clients-") as scratch,

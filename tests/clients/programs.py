@@ -1,6 +1,6 @@
-"""What programs do that know a server only through LangChain, LlamaIndex or LiteLLM: `python programs.py URL`.
+"""Uses a server only through LangChain, LlamaIndex and LiteLLM, as programs do: `python programs.py URL`.
 
-Runs in an environment of these libraries alone (`make test-clients`). Every line printed is a thing that worked.
+Runs in an environment with only these libraries (`make test-clients`). Every printed line is something that worked.
 """
 
 from __future__ import annotations

@@ -47,14 +47,14 @@ ROOT = Path(__file__).parents[2]
 PROJECT = "pagoda-check"
 IMAGES = {"gateway": "gateway", "engine-core": "engine_core", "worker": "worker"}  # service -> directory
 BASE_IMAGE = os.environ.get("BASE_IMAGE", "python:3.12-slim-bookworm")
-# What only building needs, looked for in the final images: compilers, installers, caches, the tests of packages.
+# Lists what only building needs and final images must not have: compilers, installers, caches, tests of packages.
 LEFTOVERS = """
 for tool in gcc g++ cc c++ clang ld make pip; do PATH=/opt/pagoda/bin:$PATH command -v $tool; done
 find / -xdev -type f 2>/dev/null | grep -E '/(pip|hatchling)/__init__[.]py$|[.](deb|whl)$|_Packages$|/tests/|/[.]cache/'
 exit 0
 """
 TIMEOUT_S = 300.0
-GATEWAY_MB = 150  # over its base
+GATEWAY_MB = 150  # more than its base image
 MESSAGE_CHARS = 1000
 NUM_STREAMS, MAX_TOKENS = 6, 1500
 
@@ -76,7 +76,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 class Compose:
-    """The compose file as it is shipped, as a project of its own on a free port."""
+    """The shipped compose file, run as a separate project on a free port."""
 
     def __init__(self, scratch: Path) -> None:
         self.port = free_port()
@@ -85,7 +85,7 @@ class Compose:
         file = ROOT / "docker-compose.yml"
         self._command = ["docker", "compose"]
         if subprocess.run([*self._command, "version"], capture_output=True, check=False).returncode != 0:
-            # The first generation knows no name on the top level, and no file that may be missing.
+            # docker-compose v1 supports neither a top-level name nor an optional env file.
             self._command = ["docker-compose"]
             shipped = file.read_text()
             options, file = scratch / "pagoda.env", scratch / "docker-compose.yml"
@@ -102,7 +102,7 @@ class Compose:
         return run(*self._command, *arguments, env=self.environment)
 
     def containers(self, service: str = "") -> list[dict[str, Any]]:
-        """What the daemon says of the containers of a service, or of all."""
+        """The daemon's description of a service's containers, or of all containers."""
         ids = self("ps", "-q", *([service] if service else [])).split()
         found: list[dict[str, Any]] = json.loads(run("docker", "inspect", *ids)) if ids else []
         return found
@@ -123,7 +123,7 @@ def leftovers(image: str) -> set[str]:
 
 
 def kill_from_host(container: dict[str, Any]) -> None:
-    """SIGKILL for Pagoda's own process, not through the daemon, which would take that for a wish and not restart it."""
+    """SIGKILL Pagoda's own process. A kill through the daemon would count as intended and cause no restart."""
     lines = run("docker", "top", container["Id"], "-eo", "pid,args").splitlines()[1:]
     pids = [int(line.split()[0]) for line in lines if "pagoda" in line and "docker-init" not in line]
     if not pids:
@@ -133,7 +133,7 @@ def kill_from_host(container: dict[str, Any]) -> None:
 
 
 class Check:
-    """The steps, in order, and what each of them saw."""
+    """Runs the steps in order and keeps what each of them saw."""
 
     def __init__(self, compose: Compose) -> None:
         self.compose = compose
@@ -216,7 +216,7 @@ class Check:
     # The stack disturbed
 
     def run(self, disturb: Disturbance, again: bool = False) -> Report:
-        """Every stream must be as undisturbed, and none refused."""
+        """Run the streams: each must equal the undisturbed one, and none may be refused."""
         report, url = Report(""), self.compose.url
         report.judge(
             asyncio.run(run_streams(url, self.requests, clients=NUM_STREAMS, disturb=disturb, again=again)),
@@ -227,7 +227,7 @@ class Check:
         return report
 
     def disturbed(self, action: Callable[[], object]) -> str:
-        """Act once the streams flow."""
+        """Run `action` in mid-stream."""
         acted = False
 
         async def disturb(flow: Flow) -> None:
@@ -261,7 +261,7 @@ class Check:
         return self.disturbed(pause)
 
     def scaled(self) -> str:
-        """Requests without a pause between them, while workers come and go."""
+        """Run requests without a pause while workers are added and removed."""
 
         async def scale(flow: Flow) -> None:
             up = ("up", "-d", "--no-build", "--no-recreate", "--scale")
@@ -308,7 +308,7 @@ def check(compose: Compose, build: bool) -> bool:
 
 
 def missing() -> str:
-    """What this machine lacks, in words; empty when it has all."""
+    """What this machine lacks, as a message; empty if it has everything."""
     if shutil.which("docker") is None:
         return "docker is not on PATH"
     daemon = subprocess.run(["docker", "version"], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""A real browser on the page, which notes whatever the page must not do: ask elsewhere, break its policy, raise."""
+"""A real browser that opens the page and records what it must not do: contact other hosts, violate its CSP, raise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text("ut
 
 
 def executable(downloaded: str, names: Sequence[str] = NAMES) -> str:
-    """The machine's own browser, or the one that playwright has downloaded."""
+    """The path of the machine's own browser, or of the one that playwright has downloaded."""
     found = next(filter(None, map(shutil.which, names)), downloaded)
     if not Path(found).exists():
         raise RuntimeError("no Chromium: `make browser` or `apt-get install chromium` installs one")
@@ -42,7 +42,7 @@ def running_browser() -> Iterator[Browser]:
 
 
 def main() -> int:
-    """0 where a browser starts: the name alone may be that of a stub."""
+    """Start the browser: its name alone proves nothing, since it may be a stub."""
     with running_browser() as browser:
         print(browser.version)
     return 0
@@ -63,7 +63,7 @@ class Tab:
 
     @property
     def answer(self) -> Locator:
-        """The last one, which need not be complete."""
+        """The last answer, which may be incomplete."""
         return self.answers.last
 
     def send(self, text: str) -> None:
@@ -71,7 +71,7 @@ class Tab:
         self.page.press("#draft", "Enter")
 
     def ask(self, text: str) -> str:
-        """The text of the whole answer."""
+        """Send a message; return the text of the complete answer."""
         before = self.answers.count()
         self.send(text)
         self.page.locator(".message.assistant:not(.busy)").nth(before).wait_for()
@@ -93,19 +93,19 @@ class Tab:
         message.get_by_role("button", name=action, exact=True).click()
 
     def conversations(self) -> list[Any]:
-        """As they are stored."""
+        """The stored conversations."""
         script = (
             "Object.entries(localStorage).filter(([name]) => name.startsWith('pagoda.conversation.')).map((e) => e[1])"
         )
         return [json.loads(text) for text in self.page.evaluate(script)]
 
     def run(self, script: str, argument: Any = None) -> Any:
-        """The value of a function of a module's exports: `("markdown.js", "(m, x) => ..", x)` in one string."""
+        """Run `markdown.js: (m, x) => ..` with the module's exports `m` and `argument`; return its value."""
         name, _, body = script.partition(": ")
         return self.page.evaluate(f"async (x) => ({body})(await import('{self.url}/page/{name}'), x)", argument)
 
     def barriers(self, **options: Any) -> list[str]:
-        """What axe finds that keeps somebody from using the page as it is now. `options` are axe's."""
+        """Accessibility violations that axe finds in the page's current state. `options` are axe's."""
         if not self.page.evaluate("'axe' in window"):
             self.page.evaluate(AXE)
         found = self.page.evaluate(
@@ -118,7 +118,7 @@ class Tab:
         ]
 
     def answer_with(self, *deltas: dict[str, Any], **last: Any) -> None:
-        """From now on, what a server would stream."""
+        """Answer chat requests with these deltas from now on, as a server would stream them."""
         chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
         chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]} | last)
         body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
@@ -131,7 +131,7 @@ class Tab:
 
 @contextlib.contextmanager
 def blank_page(browser: Browser, key: str = "", **options: Any) -> Iterator[Page]:
-    """A context of its own with one page, which shows nothing yet. `key` is what was typed in before."""
+    """A new browser context with one blank page. `key` is the API key, as if typed in before."""
     context = browser.new_context(viewport=options.pop("viewport", WIDE), reduced_motion="reduce", **options)
     context.set_default_timeout(PATIENCE_MS)
     if key:
@@ -150,8 +150,8 @@ def open_tab(browser: Browser, url: str, key: str = "", **options: Any) -> Itera
 
 @contextlib.contextmanager
 def opened(page: Page, url: str) -> Iterator[Tab]:
-    """The page as somebody sees it who was never there; judged in the end by what it did. It is blank before and after:
-    four processes of a browser start with every new one."""
+    """Open the page as a first-time visitor; check at the end what it did. `page` is blank before and after, and reused
+    because every new one starts four browser processes."""
     tab = Tab(page, url)
     listeners: dict[Any, Callable[[Any], None]] = {
         "request": lambda request: tab.requested.append(request.url),
@@ -174,9 +174,9 @@ def opened(page: Page, url: str) -> Iterator[Tab]:
 
 
 def _forget(page: Page, url: str) -> None:
-    """All that the page and its visitor have left: answers that are made up, stored things, permissions, media."""
+    """Remove all that the page and its visitor left: mocked answers, stored data, permissions, media settings."""
     page.unroute_all()
-    # A page that is left still writes that its answer broke: its own process clears after that.
+    # A page that is left still stores that its answer broke off. This clears the storage after that, in its process.
     page.goto(f"{url}/page/icon.svg")
     page.evaluate("sessionStorage.clear(), localStorage.clear()")
     page.goto("about:blank")

@@ -1,4 +1,4 @@
-"""Requests whose answers depend on nothing but themselves, and all that a client sees of an answer."""
+"""Requests whose answers depend only on the request, and everything that a client sees of an answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plain(index: int) -> Request:
 
 
 def listed(count: int) -> dict[str, Any]:
-    """A schema of so many objects or one more."""
+    """A schema for an array of `count` or `count + 1` objects."""
     return {
         "type": "array", "minItems": count, "maxItems": count + 1,
         "items": {
@@ -52,7 +52,7 @@ def listed(count: int) -> dict[str, Any]:
 
 
 def _tools(*, required: bool) -> Callable[[int], dict[str, Any]]:
-    """Calls that must be made: of any tool, or of one that is named."""
+    """Fields that force a tool call: of any tool if `required`, otherwise of a named one."""
 
     def fields(size: int) -> dict[str, Any]:
         parameters = {"type": "object", "properties": {"l": listed(size - 3)}, "required": ["l"]}
@@ -76,11 +76,11 @@ def _guided(name: str, form: Callable[[int], Any]) -> Callable[[int], dict[str, 
 
 
 def _words(size: int) -> list[str]:
-    """Long ones, of which any two begin alike."""
+    """Long texts, any two of which begin alike."""
     return [" ".join(LETTERS[: 1 + (i + k) % 10] for k in range(4 * size)) for i in range(8)]
 
 
-# The form of an answer by its size, and whether a chat is asked for it.
+# Whether the request is a chat, and the fields that give its answer a form of a given size.
 FORMS: list[tuple[bool, Callable[[int], dict[str, Any]]]] = [
     (False, _guided("guided_json", listed)),
     (False, _guided("structured_outputs", lambda size: {"regex": f"([a-z]{{3}} [0-9]{{2}},){{{5 * size}}}"})),
@@ -94,7 +94,7 @@ FORMS: list[tuple[bool, Callable[[int], dict[str, Any]]]] = [
 
 
 def formed(index: int) -> Request:
-    """Every form in turn; of each half greedy, half sampled, and some of two choices."""
+    """Every form in turn; half of each greedy, half sampled, some with two choices."""
     turn, kind = divmod(index, len(FORMS))
     is_chat, form = FORMS[kind]
     request: Request = {
@@ -110,7 +110,7 @@ def formed(index: int) -> Request:
 
 @dataclass
 class Seen:
-    """Of one choice. `calls` are names and arguments, `tokens` their texts and log-probabilities."""
+    """What a client saw of one choice. `calls` are names and arguments, `tokens` texts and log-probabilities."""
 
     text: str = ""
     calls: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Seen:
     finish: str | None = None
 
     def add(self, choice: Any) -> None:
-        """A choice of an event of either API."""
+        """Add a choice from an event of either API."""
         self.finish = choice.finish_reason or self.finish
         if (delta := getattr(choice, "delta", None)) is None:
             self.text += choice.text
@@ -134,7 +134,7 @@ class Seen:
 
 
 async def collect(client: openai.AsyncOpenAI, request: Request, started: asyncio.Semaphore) -> list[Seen]:
-    """By choice. `started` is released once the stream is under way."""
+    """Run a request; return what was seen of each choice. `started` is released once the stream is under way."""
     choices: dict[int, Seen] = {}
     announced = False
     api = client.chat.completions if "messages" in request else client.completions
@@ -149,11 +149,11 @@ async def collect(client: openai.AsyncOpenAI, request: Request, started: asyncio
 
 
 async def run_all(stack: Stack, requests: list[Request], when_flowing: Any = None) -> list[list[Seen]]:
-    """All at once; `when_flowing` is called in a thread when the first is under way."""
+    """Run all requests at once; `when_flowing` is called in a thread when the first stream is under way."""
     started = asyncio.Semaphore(0)
     async with stack.async_client() as client:
         streams = [asyncio.create_task(collect(client, request, started)) for request in requests]
         if when_flowing is not None:
-            await started.acquire()  # the rest follows at once, and an engine core is ahead of its clients
+            await started.acquire()  # the others follow at once, and the engine core is ahead of clients
             await asyncio.to_thread(when_flowing)
         return await asyncio.gather(*streams)

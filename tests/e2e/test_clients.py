@@ -1,5 +1,5 @@
-"""Official clients on the real stack: Anthropic's messages; OpenAI's responses, kept across a gateway's death and gone
-on with after it; and its batches, of which a gateway that dies loses nothing."""
+"""Official clients on the real stack: Anthropic's messages; OpenAI's responses, which are kept and continue across a
+gateway's death; and its batches, of which a gateway that dies loses nothing."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_one_in_the_background_outlives_the_gateway(stack: Stack, client: openai
     (gateway,) = stack.children("gateway")
     name, last = "", -1
     told: list[Any] = []
-    with contextlib.suppress(openai.APIError):  # how it breaks off is not always told
+    with contextlib.suppress(openai.APIError):  # not every break raises
         for event in client.responses.create(**LONG):
             told.append(event)
             name = name or event.response.id
@@ -152,7 +152,7 @@ def test_one_in_the_background_outlives_the_gateway(stack: Stack, client: openai
 
 
 def followed(client: openai.OpenAI, name: str, last: int) -> Iterator[Any]:
-    """The rest, as soon as there is a gateway again."""
+    """The remaining events, as soon as a gateway is up again."""
     deadline = time.monotonic() + 240
     while True:
         try:
@@ -179,7 +179,7 @@ def submitted(client: openai.OpenAI, lines: list[dict[str, Any]]) -> Batch:
 
 
 def seen(client: openai.OpenAI, batch: Batch, *, until: str = "") -> Batch:
-    """Once it has ended, or has this status; whatever happens to gateways meanwhile."""
+    """The batch once it has ended or has the status `until`, whatever happens to gateways meanwhile."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         try:

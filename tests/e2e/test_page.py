@@ -62,7 +62,7 @@ def test_a_page_knows_nothing_of_who_was_there_before(stack: Stack, page: Page) 
         assert before.conversations()
         before.page.unroute_all()
         before.send("Count from 1 to 60.")
-        expect(before.answer.locator(".prose")).not_to_be_empty()  # and left while it comes
+        expect(before.answer.locator(".prose")).not_to_be_empty()  # and the page is left in mid-stream
     with opened(page, stack.url) as after:
         assert after.conversations() == []
         assert after.page.locator("[name=system]").input_value() == ""
@@ -233,7 +233,7 @@ def test_reasoning_is_folded_and_not_given_back(tab: Tab, name: str) -> None:
 
 
 def code_of(tab: Tab, language: str) -> str:
-    """As it comes to the clipboard."""
+    """The code of the last answer, as copied to the clipboard."""
     tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     tab.do("Code", tab.answer)
     tab.page.get_by_role("button", name=language, exact=True).click()
@@ -355,7 +355,7 @@ def test_what_models_and_servers_say_stays_text(tab: Tab) -> None:
 
 
 def told_to_be_evil(stack: dict[str, Any]) -> dict[str, Any]:
-    """Every string of it."""
+    """The stack's report with EVIL in place of every string but states."""
 
     def evil(value: Any, name: str = "") -> Any:
         if isinstance(value, dict):
@@ -463,7 +463,7 @@ def test_light_and_dark(tab: Tab) -> None:
 
 
 def filled(tab: Tab) -> Iterator[str]:
-    """The states of the page that people see, one after the other; names of them."""
+    """Put the page into each state that people see, one after the other; yields the states' names."""
     yield "empty"
     tab.answer_with({"reasoning": "Hm."}, {"content": "# A\n\n**b** `c`\n\n```py\nx\n```\n\n| a |\n|---|\n| 1 |"}, {
         "tool_calls": [{"index": 0, "id": "c1", "function": {"name": "f", "arguments": "{}"}}]})  # fmt: skip
@@ -500,7 +500,7 @@ def test_nobody_is_kept_out(tab: Tab) -> None:
         tab.page.emulate_media(color_scheme="dark", reduced_motion="reduce")
         found[state] = tab.barriers()
         tab.page.emulate_media(color_scheme="light", reduced_motion="reduce")
-        found[state] += tab.barriers(runOnly=["color-contrast"])  # nothing else depends on it
+        found[state] += tab.barriers(runOnly=["color-contrast"])  # no other rule depends on the scheme
     assert {state: barriers for state, barriers in found.items() if barriers} == {}
     assert len(found) == 10
 

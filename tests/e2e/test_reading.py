@@ -1,4 +1,4 @@
-"""A model that reads, served as a user serves one: found out by its files, and its vectors outlast any process."""
+"""A pooling model, served as a user would: it is recognised by its files, and its vectors survive any process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = ("a", "b", "c", "dog", "cat", "what", "is")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Large enough that a body takes many steps."""
+    """A model so large that one HTTP request takes many steps."""
     path = tmp_path_factory.mktemp("reader") / "bert"
     save(path, "bert", hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
     word_tokenizer().save(str(path / "tokenizer.json"))
@@ -42,7 +42,7 @@ def vectors(stack: Stack, inputs: list[str]) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack) -> list[list[float]]:
-    """Each text alone."""
+    """The vector of each text, requested alone."""
     return [vectors(stack, [text])[0] for text in texts(24)]
 
 

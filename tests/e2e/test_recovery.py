@@ -1,4 +1,4 @@
-"""A stream goes on with the same tokens when a process under it is killed.
+"""A stream continues with the same tokens when a process that serves it is killed.
 
 The undisturbed run is the oracle: text, tokens and log-probabilities must be equal to the last bit.
 """
@@ -33,7 +33,7 @@ MOST_ROUNDS = 5
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What `lora_modules` says of two adapters."""
+    """The value of `lora_modules` for two adapters."""
     out = tmp_path_factory.mktemp("adapters")
     made = {name: adapter_of(DEMO, out / name, seed, size=0.08)[0] for seed, name in enumerate(NAMES[1:])}
     return ",".join(f"{name}={path}" for name, path in made.items())
@@ -51,7 +51,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, adapters: str) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack) -> list[Any]:
-    """Each request alone."""
+    """The result of each request, run alone."""
     return [asyncio.run(run_all(stack, [request]))[0] for request in requests()]
 
 
@@ -62,7 +62,7 @@ def check(results: list[Any], undisturbed: list[Any]) -> None:
 
 
 def requests() -> list[dict[str, Any]]:
-    """Of the model, and of two adapters of it, by turns."""
+    """Requests for the model and for two adapters of it, in turn."""
     return [asked(index) | {"model": NAMES[index % len(NAMES)]} for index in range(NUM_STREAMS)]
 
 
@@ -73,7 +73,7 @@ def asked(index: int) -> dict[str, Any]:
 def check_in_mid_stream(
     stack: Stack, asked: list[dict[str, Any]], undisturbed: list[Any], act: Callable[[], None]
 ) -> int:
-    """`act` happens under the streams, and again, should they have ended before it; how often it did."""
+    """Run `act` in mid-stream, and again if the streams had ended before it; returns how often it ran."""
     replays, workers = stack.stats().replays, len(stack.ready_workers())
     for times in range(1, MOST_ROUNDS + 1):
         check(asyncio.run(run_all(stack, asked, act)), undisturbed)
@@ -95,7 +95,7 @@ def test_streams_survive_the_death_of_a_worker(stack: Stack, undisturbed: list[A
 
     times = check_in_mid_stream(stack, requests(), undisturbed, kill_a_busy_worker)
     assert stack.stats().worker_deaths == deaths + times
-    assert stack.log.read_text().count("weights read and packed") == 2  # once for all lives of each worker
+    assert stack.log.read_text().count("weights read and packed") == 2  # once for each worker, across restarts
 
 
 def test_streams_go_on_when_their_worker_is_asked_to_leave(stack: Stack, undisturbed: list[Any]) -> None:
@@ -112,7 +112,7 @@ def test_streams_go_on_when_their_worker_is_asked_to_leave(stack: Stack, undistu
 
 
 def test_streams_far_beyond_the_windows_of_a_model_survive_the_death_of_their_worker(tmp_path: Path) -> None:
-    """What its layers no longer keep is computed again from the tokens, as are the blocks that the dead one had."""
+    """The KV that its layers no longer keep is recomputed from the tokens, as are the dead worker's blocks."""
     path = save(make_model(*NATIVE["gemma3"]), tmp_path / "model", torch.bfloat16)
     byte_level_tokenizer().save(str(path / "tokenizer.json"))
     little = ("--block-size", "16", "--max-tokens-per-step", "32", "--chunk-size", "24", "--threads", "1")
@@ -148,7 +148,7 @@ def test_a_search_survives_the_death_of_whoever_works_on_it(
 
 
 def found(stack: Stack, index: int) -> list[list[int]]:
-    """What one search over HTTP finds."""
+    """The token ids that one beam search over HTTP finds."""
     extra = {"use_beam_search": True, "ignore_eos": True, "return_token_ids": True}
     asked = {"prompt": plain(index)["prompt"], "n": BEAMS, "max_tokens": SEARCHED_TOKENS, "extra_body": extra}
     with stack.client(timeout=240) as client:
@@ -159,7 +159,7 @@ def found(stack: Stack, index: int) -> list[list[int]]:
 
 def test_streams_survive_the_death_of_the_engine_core(stack: Stack, undisturbed: list[Any]) -> None:
     num_continued = 0
-    while not num_continued:  # an engine core may be done with everything before a client has its first token
+    while not num_continued:  # the engine core may finish everything before a client gets its first token
         victim = stack.children("engine-core")[0]
         check(asyncio.run(run_all(stack, requests(), partial(kill, victim.pid))), undisturbed)
         assert not victim.is_running()
@@ -167,7 +167,7 @@ def test_streams_survive_the_death_of_the_engine_core(stack: Stack, undisturbed:
         num_continued = stack.stats().output_tokens  # its successor counts from 0
 
 
-# Blocks for two or three of the eight choices, and room for as many to be kept: some are swapped, some computed again.
+# Blocks for two or three of the eight choices, and swap space for as many: some are swapped, others recomputed.
 SCARCE = ("--num-blocks", "24", "--max-model-len", "512", "--swap-space-gib", "0.001", "--preemption", "swap")
 
 
@@ -193,7 +193,7 @@ def test_a_tiny_block_pool_changes_nothing(scarce: Stack, undisturbed: list[Any]
 def test_swapping_changes_nothing_also_when_the_worker_dies_that_keeps_what_is_swapped(
     scarce: Stack, undisturbed: list[Any]
 ) -> None:
-    """It is the only one: all wait for the next."""
+    """It is the only worker, so all requests wait for the next one."""
     deaths = scarce.stats().worker_deaths
 
     def kill_the_keeper() -> None:

@@ -1,5 +1,5 @@
-"""A gateway is killed under streams of OpenAI's client and Anthropic's, which see nothing of it: another one goes on
-with them."""
+"""A gateway is killed under streams of OpenAI's and Anthropic's clients, which do not notice: another gateway resumes
+them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from pagoda.client.httpx2_transport import AsyncResumingTransport
 
 pytestmark = pytest.mark.e2e
 
-# Texts, greedy and sampled, one of two choices; a schema, and a call.
-LONG = 200  # tokens; what happens does so when few are told
+# Texts, greedy and sampled, one with two choices; a schema, and a tool call.
+LONG = 200  # tokens; faults are injected after the first few
 REQUESTS = [shorter(one, LONG) for one in (plain(1), plain(4), formed(4), formed(5), TALK)]
 MESSAGE: dict[str, Any] = {
     "model": MODEL, "max_tokens": LONG, "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -37,7 +37,7 @@ NUM_MESSAGES = 4
 
 
 async def message(client: anthropic.AsyncAnthropic, flowing: Callable[[], None]) -> dict[str, Any]:
-    """What came, however its events were cut, but for the id that it is given."""
+    """The whole message, however its events were split, without its id."""
     async with client.messages.stream(**MESSAGE) as stream:
         async for _ in stream.text_stream:
             flowing()
@@ -64,7 +64,7 @@ def tiers(place: Path) -> Iterator[Tiers]:
 
 @pytest.fixture(scope="module")
 def requests(stack: Stack) -> list[dict[str, Any]]:
-    """And one that ends by a stop string in the later half of what it says."""
+    """REQUESTS, and one that ends with a stop string from the second half of its text."""
     with stack.client() as client:
         told = client.chat.completions.create(**REQUESTS[-1] | {"stream": False}).choices[0].message.content or ""
     return [*REQUESTS, shorter(with_stop(told), LONG)]
@@ -88,7 +88,7 @@ def start_gateway(stack: Stack, tiers: Tiers, name: str, store: str) -> str:
 
 @asynccontextmanager
 async def gateways(stack: Stack, tiers: Tiers) -> AsyncIterator[tuple[list[str], RedisServer]]:
-    """Two that share a store."""
+    """Two gateways that share a store."""
     async with running_redis() as redis:
         urls = [start_gateway(stack, tiers, name, redis.address) for name in ("killed", "other")]
         await asyncio.to_thread(tiers.wait_until, lambda: all(map(is_ready, urls)))
@@ -100,7 +100,7 @@ async def gateways(stack: Stack, tiers: Tiers) -> AsyncIterator[tuple[list[str],
 async def test_streams_survive_a_gateway(
     stack: Stack, tiers: Tiers, requests: list[dict[str, Any]], undisturbed: list[Answer]
 ) -> None:
-    """The store is Redis; tests/faults has the same with SQLite."""
+    """The store is Redis; tests/faults does the same with SQLite."""
     async with gateways(stack, tiers) as (urls, _):
         flowing, speaking = asyncio.Event(), asyncio.Event()
         counted = Counted()
@@ -118,7 +118,7 @@ async def test_streams_survive_a_gateway(
             assert await asyncio.gather(*told) == [due] * NUM_MESSAGES
             assert (http.counted.num_resumed > 0, counted.num_resumed > 0) == (True, True)
     deadline = time.monotonic() + 240
-    while stack.stats().blocks_used:  # nothing is left of what the dead gateway had asked for
+    while stack.stats().blocks_used:  # the dead gateway's requests free their blocks
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
 
@@ -127,7 +127,7 @@ async def test_streams_survive_a_gateway(
 async def test_streams_survive_a_gateway_whose_store_is_gone_for_a_while(
     stack: Stack, tiers: Tiers, requests: list[dict[str, Any]], undisturbed: list[Answer], fault: str
 ) -> None:
-    """Nobody is told from the beginning what he has a part of: who cannot be helped now asks again."""
+    """No begun stream starts over: a client whose stream cannot be resumed yet asks again."""
     async with gateways(stack, tiers) as (urls, redis), Client(urls) as http:
         flowing = asyncio.Event()
         asked = asyncio.gather(*(answer(http.openai(urls[0]), request, flowing.set) for request in requests))

@@ -175,11 +175,11 @@ def test_sec_02_a_tower_listens_on_its_http_port_and_on_nothing_else(stack: Stac
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
 def test_nothing_is_left_after_the_supervisor_ends(tmp_path: Path, signum: signal.Signals) -> None:
-    """By SIGTERM every stack of these tests is ended, as `running_stack` sees."""
+    """`running_stack` checks the same for SIGTERM with every stack of these tests."""
     with running_stack(tmp_path) as stack:
         family = stack.family()
         assert len(family) == 7  # three tiers, each with its template
-        assert [one.num_threads() for one in family if "template" in one.cmdline()[0]] == [1, 1, 1]  # they are forked
+        assert [one.num_threads() for one in family if "template" in one.cmdline()[0]] == [1, 1, 1]  # so they can fork
         stack.process.send_signal(signum)
         stack.process.wait(120)
         assert alive(remaining(family, 60)) == []
@@ -189,7 +189,7 @@ def test_nothing_is_left_after_the_supervisor_ends(tmp_path: Path, signum: signa
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
 def test_a_gateway_comes_back_on_its_port(stack: Stack, signum: signal.Signals) -> None:
-    """Who comes after a kill waits; one that leaves in order refuses whoever comes until the next one listens."""
+    """After a kill, new clients wait; a gateway that drains refuses new clients until the next one listens."""
     [gateway] = stack.children("gateway")
     gateway.send_signal(signum)
     gateway.wait(120)
@@ -201,7 +201,7 @@ def test_a_gateway_comes_back_on_its_port(stack: Stack, signum: signal.Signals) 
 
 
 def test_a_gateway_that_leaves_refuses_who_comes_and_ends_what_runs(stack: Stack) -> None:
-    """The worker stands still meanwhile, so that there is something to wait for."""
+    """The worker is suspended meanwhile, so that the gateway has a request to wait for."""
     [gateway], [worker] = stack.children("gateway"), stack.children("worker")
     request = {"model": MODEL, "prompt": list(range(40, 90)), "max_tokens": 300, "stream": True, "temperature": 0}
     stream = stack.client().completions.create(**request, extra_body={"ignore_eos": True})

@@ -1,4 +1,4 @@
-"""Formed output over HTTP goes on with the same bytes when the worker under it is killed, and so does its grammar."""
+"""Structured output over HTTP, with its grammar, continues with the same bytes when its worker is killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_form(request: Request, choice: Seen) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack) -> list[list[Seen]]:
-    """Each request alone."""
+    """The result of each request, run alone."""
     return [asyncio.run(run_all(stack, [request]))[0] for request in requests()]
 
 
@@ -60,7 +60,7 @@ def test_a_worker_may_be_killed_under_it(stack: Stack, undisturbed: list[list[Se
 
 
 def test_the_engine_core_may_be_killed_under_it(stack: Stack, undisturbed: list[list[Seen]]) -> None:
-    """Its successor judges no grammar of what has begun."""
+    """Its successor does not check the grammars of begun requests again."""
     victim = stack.children("engine-core")[0]
     assert asyncio.run(run_all(stack, requests(), lambda: kill(victim.pid))) == undisturbed
     assert not victim.is_running()
@@ -75,7 +75,7 @@ DATE = {
     },
 }  # fmt: skip
 WORD = {"type": "object", "properties": {"word": {"type": "string", "maxLength": 16}}, "additionalProperties": False}
-TOOLS: Any = [  # whose arguments end, whatever is sampled
+TOOLS: Any = [  # their arguments are bounded, whatever is sampled
     {"type": "function", "function": {"name": "forecast", "parameters": DATE, "strict": True}},
     {"type": "function", "function": {"name": "other", "parameters": WORD, "strict": True}},
 ]

@@ -1,4 +1,4 @@
-"""Each tier started by itself, as in containers, with keys on every link; health checks as the images use them."""
+"""Each tier started by itself, as in containers, with keys on every link, and with the health checks of the images."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_tiers_meet_over_encrypted_links_and_strangers_stay_out(tiers: Tiers, tm
 
     stranger_keys = tmp_path / "strange"
     pagoda("keygen", str(stranger_keys))
-    # It knows whom to talk to, but is not on the list of those who may.
+    # The stranger knows the engine core's public key, but its own key is not listed there.
     (stranger_keys / "worker" / "engine-core.public").write_bytes(
         (tmp_path / "keys" / "worker" / "engine-core.public").read_bytes()
     )
     link = ["--engine", f"tcp://127.0.0.1:{tiers.zmq}"]
     signs = {name: tmp_path / name for name in ("stranger-alive", "stranger-ready", "alive", "ready")}
-    signs["stranger-ready"].touch()  # by an earlier life
+    signs["stranger-ready"].touch()  # left by an earlier process
 
     def files(prefix: str = "") -> list[str]:
         return ["--alive-file", str(signs[f"{prefix}alive"]), "--ready-file", str(signs[f"{prefix}ready"])]
@@ -66,7 +66,7 @@ def test_tiers_meet_over_encrypted_links_and_strangers_stay_out(tiers: Tiers, tm
     assert engine.wait(STOP_S) == 0
     tiers.wait_until(lambda: ping(f"file:{signs['ready']}", max_age_s=2) is not None)
     assert not healthy(f"file:{signs['ready']}", "--max-age-s", "2")
-    tiers.wait_until(lambda: ping(f"file:{signs['alive']}", max_age_s=2) is None)  # an engine core is none of it
+    tiers.wait_until(lambda: ping(f"file:{signs['alive']}", max_age_s=2) is None)  # alive also without an engine core
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.sides import free_port
 
-TIMEOUT_S = 240.0  # for anything to come true; a busy machine is no failure
+TIMEOUT_S = 240.0  # for any condition; long enough for a busy machine
 STOP_S = 40.0
 
 
@@ -30,7 +30,7 @@ class Tiers:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}  # the last one of each name
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}  # the latest of each name
         self._started: list[subprocess.Popen[bytes]] = []
         self.grpc, self.zmq, self.http = (free_port() for _ in range(3))
 
