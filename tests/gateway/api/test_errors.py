@@ -1,4 +1,4 @@
-"""Every failure has its API's shape, the status of the table, and nothing inside that is not for the client."""
+"""Every failure has its API's error format and the status of the table, and reveals nothing internal."""
 
 from __future__ import annotations
 

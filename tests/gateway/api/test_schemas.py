@@ -1,4 +1,4 @@
-"""The bodies: strict JSON, every field of the specification known by name, nothing taken that is not meant."""
+"""Request bodies: strict JSON, every field of the specification known by name, unsupported values refused."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_any_bytes_are_an_object_or_a_refusal(body: bytes) -> None:
 
 
 def outside(body: bytes) -> bytes:
-    """Byte by byte what `outside_strings` finds by searching."""
+    """Computes byte by byte what `outside_strings` finds by searching."""
     found, inside, position = b"", False, 0
     while position < len(body):
         byte, two = body[position : position + 1], body[position : position + 2]
@@ -146,7 +146,7 @@ def test_where_a_body_is_cut_into_chunks_makes_no_difference(body: bytes, chunk_
 
 
 def test_a_body_full_of_quotes_takes_little_to_be_looked_at() -> None:
-    body = b'{"a": "' + b'\\\\"bc' * 400_000  # no escaped quote among them
+    body = b'{"a": "' + b'\\\\"bc' * 400_000  # contains no escaped quotes
     tracemalloc.start()
     try:
         with pytest.raises(PagodaError, match="not valid JSON"):

@@ -1,4 +1,4 @@
-"""Responses in the background: begun here, followed, ended, and gone on with by another gateway of the same store."""
+"""Background responses: started here, followed, finished, and continued by another gateway with the same store."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def running(gateway: Gateway) -> AsyncIterator[Gateway]:
 
 
 def half_said(gateway: Gateway, num_batches: int) -> asyncio.Event:
-    """The model says so much of the text, and the rest after the event."""
+    """The model generates this many batches of the text, and the rest after the event."""
     gateway.engine.script = play(gateway.ids(TEXT))
     return held_up(gateway, num_batches)
 
@@ -108,7 +108,7 @@ async def test_a_stream_that_was_left_is_read_on(tmp_path: Path) -> None:
 
 
 async def test_who_reads_slowly_is_told_the_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """.. also where so much came in between that it is in the store only."""
+    """Also where so many events came in between that they are only in the store."""
     async with running(make_gateway(tmp_path)) as gateway:
         go = half_said(gateway, 2)
         job = await responses_job(gateway.context, ResponsesRequest.model_validate(ASK | {"stream": True}), NOBODY)
@@ -145,12 +145,12 @@ async def test_another_gateway_goes_on_with_it(tmp_path: Path) -> None:
     assert second.engine.record == first.engine.record
     today = datetime.now(UTC).date()
     used = [await gateway.context.ledger.rows([""], today, today) for gateway in (first, second)]
-    assert [[row.counts.requests for row in rows] for rows in used] == [[], [1]]  # by who told its end
+    assert [[row.counts.requests for row in rows] for rows in used] == [[], [1]]  # by the gateway that told the end
     assert used[1][0].counts.output_tokens == len(second.ids(TEXT))
 
 
 async def begin_stream(gateway: Gateway, num_events: int) -> dict[str, Any]:
-    """The last of the first events of a response that was asked for as a stream."""
+    """Request a stream; of its first `num_events` events, return the last that contains the response."""
     asking = asyncio.create_task(gateway.client.post(PATH, json=ASK | {"stream": True}))
     await gateway.engine.submitted.wait()
     name = f"resp_{gateway.engine.record.request_id}"
@@ -206,7 +206,7 @@ async def test_no_more_run_than_are_allowed(tmp_path: Path) -> None:
 
 
 class Failing:
-    """A store of which every fourth write fails, after it has been done; not at the beginning."""
+    """A store in which, after the first few, every fourth write is done but reports a failure."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -244,7 +244,7 @@ async def test_a_store_that_fails_now_and_then_costs_no_event(tmp_path: Path, mo
 
 
 class Other:
-    """Another gateway with the store of `first`, which runs nothing any more."""
+    """Another gateway with the store of `first`, which no longer runs anything."""
 
     def __init__(self, root: Path, first: Gateway) -> None:
         self.gateway = make_gateway(root / "other")
@@ -254,7 +254,7 @@ class Other:
 
     @asynccontextmanager
     async def having_swept(self, name: str) -> AsyncIterator[dict[str, Any]]:
-        """Until the response has ended; what it is then."""
+        """Run until the response has ended, and yield it."""
         self.background.start()
         kept = self.gateway.context.responses
         try:
@@ -300,7 +300,7 @@ async def test_one_that_finds_no_room_is_in_nobodys_way(tmp_path: Path, monkeypa
 
 
 async def test_one_whose_end_was_told_has_that_end(tmp_path: Path) -> None:
-    """Its gateway died between the last event and the response."""
+    """Its gateway died between writing the last event and the response."""
     first = make_gateway(tmp_path)
     told = await told_to_its_end(first)
     other = Other(tmp_path, first)
@@ -359,7 +359,7 @@ async def test_one_that_was_half_deleted_is_not_run_for_ever(tmp_path: Path) -> 
 
 
 class Held:
-    """A store whose `put` of the end waits for `go`."""
+    """A store whose `put` of the ended response waits for `go`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -377,7 +377,7 @@ class Held:
 
 
 async def held_store(root: Path) -> tuple[Gateway, Held, BackgroundResponses, str]:
-    """A response runs, and stops before its end."""
+    """A running response that pauses before its end."""
     gateway = make_gateway(root)
     store = Held(gateway.context.store)
     gateway.context = keeping_in(gateway.context, cast(Store, store))

@@ -1,4 +1,4 @@
-"""What a response in the background writes takes room, and where there is none it fails, once."""
+"""What a background response writes takes store room; without room it fails, once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = "one two three four " * 2
 
 
 def bounded(root: Path, num_bytes: int = 9000) -> Gateway:
-    """With room for a beginning and some events."""
+    """A gateway with room for the start of a response and some events."""
     gateway = make_gateway(root)
     gateway.engine.script = play(gateway.ids(LONG))
     store = gateway.context.store
@@ -45,7 +45,7 @@ async def begun(gateway: Gateway, *, stream: bool) -> str:
 
 
 async def told(gateway: Gateway, name: str, go: asyncio.Event) -> list[dict[str, Any]]:
-    """`go` is set when the first text was told."""
+    """Follow a response; set `go` at the first text."""
     events: list[bytes] = []
     async with asyncio.timeout(60):
         async for one in gateway.background.follow(name, "", 0):
@@ -59,7 +59,7 @@ async def told(gateway: Gateway, name: str, go: asyncio.Event) -> list[dict[str,
 async def test_one_that_finds_no_room_fails_and_who_follows_it_has_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, num_bytes: int
 ) -> None:
-    """.. whether it has ended before it is written, or is still running."""
+    """Whether it has already ended when it is written, or still runs."""
     gateway, go = bounded(tmp_path, num_bytes), asyncio.Event()
     monkeypatch.setattr(times, "RESPONSE_WRITE_S", 0.0)
     whole = gateway.engine.script

@@ -1,4 +1,4 @@
-"""A service that answers lines as it is told, and a desk for it."""
+"""A service that answers lines as told, and a desk for it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Script = Callable[[str], Exception | asyncio.Event | None]
 
 
 class FakeService:
-    """Answers every line with its own prompt; `script` says otherwise by prompt: an error is raised, an event is waited
-    for."""
+    """Answers every line with its own prompt, unless `script` returns something for that prompt: it raises an error,
+    and waits for an event."""
 
     def __init__(self, models: Sequence[str] = ("m",)) -> None:
         self.models = models
@@ -60,7 +60,7 @@ class FakeService:
 
 
 def desk_on(store: Store, service: FakeService, clock: Callable[[], float], slots: int = 4) -> Desk:
-    """What one gateway has; several may share a store."""
+    """The desk of one gateway; several may share a store."""
     return Desk(
         batches=Batches(store, clock),
         files=Files(store, FileLimits(2**30, 2**40), clock),
@@ -76,7 +76,7 @@ def line(custom_id: str, **fields: Any) -> bytes:
 
 
 async def submitted(desk: Desk, content: bytes, owner: str = OWNER) -> Batch:
-    """A batch of a file with this content."""
+    """A batch made from a file with this content."""
     upload = await desk.files.begin(owner, len(content))
     await upload.write(content)
     info = await upload.finish("lines.jsonl", BATCH, None)

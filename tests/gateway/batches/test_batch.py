@@ -1,4 +1,4 @@
-"""A batch goes from one state to the next, and is shown as OpenAI shows it."""
+"""A batch's state transitions, and its form in OpenAI's API."""
 
 from __future__ import annotations
 

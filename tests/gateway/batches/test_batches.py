@@ -1,4 +1,4 @@
-"""Batches are changed one change after the other, and no more of them are open than can be looked through."""
+"""Changes to batches are serialised, and the number of open batches is bounded so that they can be searched."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_a_batch_is_nobody_elses(batches: Batches) -> None:
 
 
 async def test_a_batch_that_could_not_be_kept_is_not_in_the_list_for_ever(batches: Batches) -> None:
-    """Its gateway died, or the store went away, between the two writes: whoever looks finds nothing, or the work."""
+    """Its gateway died, or the store failed, between the two writes: a reader finds nothing, or the work."""
 
     class Failing(SqliteStore):
         async def put(self, collection: str, key: str, value: bytes, **options: Any) -> int:

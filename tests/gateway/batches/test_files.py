@@ -1,4 +1,4 @@
-"""Files of a tenant: whole or not there, bounded together, and gone when they are deleted."""
+"""A tenant's files are whole or absent, bounded in total, and gone when deleted."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_files_are_listed_page_by_page_and_by_purpose(files: Files) -> Non
         uploading = await files.begin("me", 1)
         await uploading.write(b"x")
         infos.append(await uploading.finish(f"{i}", BATCH if i % 2 else BATCH_OUTPUT, None))
-        await files.begin("me", 1)  # one that is still coming in is nowhere
+        await files.begin("me", 1)  # a file that is still being uploaded is not visible
     page = await files.page("me", limit=2, after=None, newest_first=True, purpose=None)
     assert (page.files, page.more) == ([infos[4], infos[3]], True)
     page = await files.page("me", limit=3, after=infos[3].id, newest_first=True, purpose=None)

@@ -1,4 +1,4 @@
-"""A batch's input is read alike however it comes, and what is wrong with it is told by line."""
+"""A batch's input is parsed alike however it is split, and errors name their line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line's result is in the log once, whoever wrote it, however often."""
+"""A line's result is in the log once, whichever gateway wrote it and however often."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagoda_proto.errors import PagodaError
 
 
 class Flaky(SqliteStore):
-    """Writes, and then says that it did not, as often as it is told."""
+    """Writes, but reports a failure as often as it is told."""
 
     def __init__(self) -> None:
         super().__init__(MEMORY)

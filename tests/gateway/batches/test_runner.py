@@ -1,4 +1,4 @@
-"""Gateways find the batches that nobody works on, and a batch is worked on by one of them."""
+"""Gateways find batches that nobody works on, and only one of them works on a batch."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_a_batch_whose_gateway_died_is_gone_on_with(store: SqliteStore, cl
     first.script = lambda prompt: never
     desk = desk_on(store, first, clock)
     dying = BatchRunner(desk)
-    dying._release = None  # type: ignore[assignment, method-assign]  # who is killed releases nothing
+    dying._release = None  # type: ignore[assignment, method-assign]  # a killed process releases nothing
     batch = await submitted(desk, CONTENT)
     dying.start()
     await first.begun.wait()
@@ -125,7 +125,7 @@ async def test_a_batch_whose_gateway_died_is_gone_on_with(store: SqliteStore, cl
     other = desk_on(store, second, clock)
     start(other)
     await asyncio.sleep(0.05)
-    assert not second.asked  # the claim has not run out
+    assert not second.asked  # the claim has not expired
     clock.advance(module.times.BATCH_LEASE_S + 1)
     assert (await ended(other, batch)).counts == Counts(6, 6, 0)
     assert second.asked.total() == 6

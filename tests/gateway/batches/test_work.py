@@ -1,4 +1,4 @@
-"""A batch comes to its ending from wherever it stands, with every line in one of its files once."""
+"""A batch ends from whatever state it is in, with every line in one of its files exactly once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTENT = b"".join(map(line, NAMES))
 
 
 class Failing(SqliteStore):
-    """Fails at every so many calls that write, before or after writing."""
+    """Every n-th writing call fails, before or after writing."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(MEMORY, clock)
@@ -156,7 +156,7 @@ async def test_an_input_that_goes_away_ends_it_with_what_is_done(desk: Desk, ser
 
 
 async def cut_short(desk: Desk, batch: Batch, service: FakeService, after: int) -> None:
-    """Work on it until so many lines are answered, the rest of them hangs, and then the process is gone."""
+    """Work until `after` lines are answered and the others hang, then kill the process."""
     never = asyncio.Event()
     service.script = lambda prompt: None if prompt < NAMES[after] else never
     working = asyncio.create_task(work_on(desk, batch).run())
@@ -219,7 +219,7 @@ async def test_a_batch_that_the_store_has_lost_is_let_go(desk: Desk, store: Fail
 async def test_a_store_that_has_lost_results_has_them_made_again(
     desk: Desk, store: Failing, service: FakeService
 ) -> None:
-    """As one that comes back with what it had a while ago."""
+    """As after restoring an older backup."""
     batch = await submitted(desk, CONTENT)
     asleep = asyncio.Event()
     service.script = lambda prompt: None if prompt < NAMES[6] else asleep

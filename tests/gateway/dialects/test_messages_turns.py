@@ -1,4 +1,4 @@
-"""Anthropic's messages as turns, and what a model sees of them."""
+"""Anthropic's messages as conversation turns, and what the model sees of them."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_any_blocks_are_a_chat_or_a_refusal_that_names_a_message(said: list[tupl
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), st.lists(st.text(max_size=3))), min_size=1))
 def test_how_texts_are_cut_into_messages_makes_no_difference(said: list[tuple[str, list[str]]]) -> None:
-    """Each block in a message of its own, or all blocks of a turn in one: the same turns, no two of a role together."""
+    """Each block in its own message, or all blocks of a turn in one: the turns are equal, and roles alternate."""
     whole = [(role, [text(value) for value in texts] or [text("")]) for role, texts in said]
     found = chat(*whole)
     assert found == chat(*((role, [block]) for role, blocks in whole for block in blocks))

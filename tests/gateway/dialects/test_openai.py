@@ -1,4 +1,4 @@
-"""Whatever the engine core sends and however it is cut: a choice ends once, and adds up to the whole answer."""
+"""Whatever the engine core sends and however it is split, a choice ends once and adds up to the whole answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASK: dict[str, dict[str, Any]] = {
 
 
 class LateGeneration(FakeGeneration):
-    """An abort takes its time: what was on its way still comes."""
+    """An abort takes effect late: deltas in flight still arrive."""
 
     async def abort(self, choices: Any = ()) -> None:
         pass
@@ -43,7 +43,7 @@ def late(gateway: Gateway, *texts: str, batch: int = 1) -> None:
 
 
 async def both(gateway: Gateway, path: str, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The whole answer and the chunks of a stream."""
+    """The whole answer, and the chunks of a stream."""
     whole = await gateway.client.post(path, json=ASK[path] | fields)
     assert whole.status_code == 200, whole.text
     stream = await gateway.client.post(path, json=ASK[path] | fields | {"stream": True})

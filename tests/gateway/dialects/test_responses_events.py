@@ -1,4 +1,4 @@
-"""A telling that begins again tells what is left, wherever the first one was cut off and however the text is cut."""
+"""A second telling gives the remaining events, wherever the first one stopped and however the text is split."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USAGE = Usage(prompt_tokens=3, output_tokens=9)
 
 
 def updates(cuts: Sequence[int]) -> list[Update]:
-    """Everything said, in pieces of these sizes; a log-probability for each character."""
+    """The whole answer, in pieces of these sizes, with a log-probability for each character."""
     found: list[Update] = []
     calls = 0
     sizes = iter(cuts)
@@ -49,13 +49,13 @@ def tell(cuts: Sequence[int], known: AlreadyTold | None = None) -> list[dict[str
 
 
 def _copied(event: dict[str, Any]) -> dict[str, Any]:
-    """As it is just then."""
+    """A snapshot of the event."""
     copied: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(event))
     return copied
 
 
 def added_up(events: Sequence[dict[str, Any]]) -> list[Any]:
-    """Deltas in a row are one."""
+    """Merges consecutive deltas of one type."""
     found: list[Any] = []
     for event in events:
         one = {name: value for name, value in event.items() if name != "sequence_number"}

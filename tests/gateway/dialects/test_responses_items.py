@@ -1,4 +1,4 @@
-"""Items of a response's input as turns of a conversation."""
+"""The input items of a response as conversation turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Wherever a stream breaks off, and however its tokens come again, what follows its last id is what was missing."""
+"""Wherever a stream breaks off, and however its tokens are split the next time, the events after its last id are
+exactly the missing ones."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ CUTS = st.lists(st.integers(1, 6), max_size=12)
 
 
 def cut_script(said: Sequence[Sequence[int]], cuts: Sequence[int]) -> Script:
-    """Choices in turn, in pieces of these sizes and then of one token; the last one of each has its ending."""
+    """Choices take turns, in pieces of these sizes and then of one token; the last piece of each has its ending."""
 
     def script(record: RequestRecord) -> list[Batch]:
         n, sizes, batches = record.task.params.n, iter(cuts), list[Batch]()
@@ -107,7 +108,7 @@ def cut_script(said: Sequence[Sequence[int]], cuts: Sequence[int]) -> Script:
 
 
 class Streams:
-    """One job, told again and again."""
+    """One job, streamed repeatedly."""
 
     def __init__(self, root: Path, dialect: Dialect[Any], fields: dict[str, Any], said: list[str]) -> None:
         self.dialect, self.said = dialect, said
@@ -119,7 +120,7 @@ class Streams:
         return await self.dialect.job(self.gateway.context, body, NOBODY)
 
     def told(self, cuts: Sequence[int], known: Position | None = None) -> list[bytes]:
-        """Its events, each with its id."""
+        """The job's events, each with its id."""
         return asyncio.run(self._told(cuts, known))
 
     async def _told(self, cuts: Sequence[int], known: Position | None) -> list[bytes]:
@@ -145,7 +146,7 @@ Leaf = tuple[str, Any]
 
 
 def leaves(value: Any, name: str = "", path: str = "") -> Iterator[Leaf]:
-    """What an event says, with where it says it. Text and lists that come piece by piece are leaves."""
+    """The values in an event, with their paths. Streamed text and lists are leaves."""
     if isinstance(value, dict):
         for inner, each in value.items():
             yield from leaves(each, inner, f"{path}.{inner}")
@@ -162,8 +163,8 @@ def streamed(leaf: Leaf) -> bool:
 
 
 def added_up(events: Sequence[bytes]) -> dict[str, Any]:
-    """What a client makes of them, by choice: text and lists put together, what is said with them, and all else as it
-    came."""
+    """What a client assembles per choice: streamed text and lists are concatenated, values sent with them are
+    collected, and everything else is kept as it came."""
     found: dict[str, Any] = {}
     for event in events:
         data = next(line[6:] for line in event.split(b"\n") if line.startswith(b"data: "))

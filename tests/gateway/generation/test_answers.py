@@ -1,4 +1,4 @@
-"""A plan has the grammar that was asked for, one that says less for when that cannot be, or a refusal."""
+"""A plan has the requested grammar, a looser one where that is impossible, or is refused."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_schemas_are_kept_where_values_are_read_by_them() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sec_16_schemas_that_lead_to_themselves_are_said_once(name: str) -> None:
-    """Neither recursion without an end nor doubling at every step costs more than the schema is long."""
+    """Neither endless recursion nor doubling at every step makes a grammar larger than the schema warrants."""
     node: dict[str, Any] = {"type": "object", "properties": {f"c{i}": {"$ref": "#/$defs/n"} for i in range(6)}}
     steps: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 3} for i in range(100)}
     hostile: list[dict[str, Any]] = [
@@ -101,7 +101,7 @@ def test_sec_16_schemas_that_lead_to_themselves_are_said_once(name: str) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sec_16_schemas_that_lead_far_or_mean_much_are_held_to_less(name: str) -> None:
-    """However long a chain of references is, and however often what is large is referred to."""
+    """However long a chain of references, and however often a large definition is referred to."""
     formats = Formats.of("", {}, name)
     last: dict[str, Any] = {"type": "object", "properties": {"x": STRING}}
     chain = {f"d{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(600)}
@@ -118,7 +118,7 @@ def test_sec_16_schemas_that_lead_far_or_mean_much_are_held_to_less(name: str) -
         reader = AnswerReader(formats, plan.how)
         reader.push("x" if formats.tools is None else formats.tools.begin + "f")
         reader.flush()
-        with suppress(InvalidParams):  # or it is said as it stands
+        with suppress(InvalidParams):  # or it is expressed in full
             assert planned(function(schema, strict=True), formats=formats).loose_grammar == ""
 
 

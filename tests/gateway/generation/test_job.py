@@ -1,4 +1,4 @@
-"""A job can be written down and taken up again by who has never seen the request."""
+"""A job can be serialised, and resumed by a process that has never seen the request."""
 
 from __future__ import annotations
 

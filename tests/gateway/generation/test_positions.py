@@ -1,4 +1,4 @@
-"""A position is written and read back, and what is none is refused before anything is made of it."""
+"""A position survives writing and reading, and an invalid one is refused before it is used."""
 
 from __future__ import annotations
 

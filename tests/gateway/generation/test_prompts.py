@@ -1,4 +1,4 @@
-"""All text a request brings is measured, refused before work where it can be, and read in bounded pieces elsewhere."""
+"""All text of a request is measured; it is refused early where possible, and otherwise tokenised in bounded pieces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def calling(arguments: str) -> list[dict[str, Any]]:
 
 
 class Watched:
-    """A gateway whose tokenising and rendering are counted by characters."""
+    """A gateway whose calls to tokenise are recorded by length, and whose renderings are counted."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, **load: Any) -> None:
         self.gateway: Gateway = make_gateway(root)
@@ -74,7 +74,7 @@ async def test_what_cannot_fit_is_refused_before_any_work(
     with pytest.raises(PagodaError) as caught:
         await chat_record(watched.gateway.context, parse_body(ChatRequest, body | {"max_tokens": 7}))
     assert (caught.value.code, caught.value.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "messages")
-    for number in ("256", "7 in the completion"):  # the limit, and what was asked
+    for number in ("256", "7 in the completion"):  # the limit, and the requested number
         assert number in caught.value.message
     assert (watched.encoded, watched.rendered) == ([], 0)
 
@@ -83,7 +83,7 @@ async def test_what_cannot_fit_is_refused_before_any_work(
 async def test_what_may_fit_is_counted_in_slices_until_it_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
 ) -> None:
-    """Where tokens may be of any length, nothing is certain before."""
+    """If tokens may have any length, the number of tokens cannot be bounded in advance."""
     watched = Watched(tmp_path, monkeypatch)
     object.__setattr__(watched.gateway.text, "longest_token_bytes", 0)
     ctx = watched.gateway.context
@@ -97,7 +97,7 @@ async def test_what_may_fit_is_counted_in_slices_until_it_cannot(
 
 
 async def test_a_long_prompt_that_fits_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words are one token each here, so this is over the length that is tokenised uncounted, and under the context."""
+    """Each word is one token here, so the text is longer than what is tokenised unmeasured, but fits the context."""
     watched = Watched(tmp_path, monkeypatch, max_model_len=100_000)
     text = " hello world" * 45_000
     record = await chat_record(

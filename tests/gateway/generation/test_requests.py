@@ -1,4 +1,4 @@
-"""From bodies to records: ranges against the model, names of fields, threads for long texts."""
+"""From bodies to records: ranges depend on the model, errors name fields, long texts are processed in threads."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ async def test_sec_14_ids_are_in_the_models_range(gateway: Gateway, field: str, 
 
 
 async def test_sec_08_ids_of_requests_are_ours(gateway: Gateway) -> None:
-    """128 random bits each, whatever clients call their requests; a client's name for one only follows them."""
+    """Each has 128 random bits, whatever clients call their requests; a client's name is only appended."""
     for fields, name in (({"user": "same"}, ""), ({"request_id": "same"}, ".same")):
         ids = {(await chat_record(gateway.context, chat(**fields))).request_id for _ in range(20)}
         assert len(ids) == 20

@@ -1,4 +1,4 @@
-"""A run needs an engine and nothing of HTTP; however it ends, that is told once."""
+"""A run needs an engine but no HTTP; however it ends, its ending is reported once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
 
 
 class Watched:
-    """A run over a scripted engine, and what was told of its ending."""
+    """A run over a scripted engine, and the reports of its ending."""
 
     def __init__(self, text: ModelText, script: Script, *records: RequestRecord, **shown: bool) -> None:
         self.told: list[tuple[Usage, Outcome]] = []
@@ -35,7 +35,7 @@ class Watched:
         self.run = Run(job, text, lambda usage, outcome: self.told.append((usage, outcome)))
 
     async def read(self) -> list[Update]:
-        """To the end."""
+        """Read all updates."""
         found: list[Update] = []
         async with aclosing(self.run) as run:
             await run.start(self.engine)
@@ -76,7 +76,7 @@ async def test_what_the_cache_gave_is_known_with_the_first_tokens(text: ModelTex
 
 
 def both(first: Script, *rest: Script) -> Script:
-    """A script per record, in their order."""
+    """One script per record, in order."""
     scripts = iter((first, *rest))
     return lambda record: next(scripts)(record)
 
@@ -142,7 +142,7 @@ async def test_a_reader_that_leaves_or_is_cancelled_abandons_it(text: ModelText,
 
 
 async def test_a_reader_that_is_interrupted_reads_on(text: ModelText) -> None:
-    """Cancelling a call loses nothing, of none of the prompts."""
+    """Cancelling a call loses no update of any prompt."""
     released = asyncio.Event()
     scripted = play(ids(text, "a"))
     watched = Watched(text, lambda record: [released, *scripted(record)], record(), record())
@@ -185,7 +185,7 @@ async def test_what_is_read_late_is_late_though_it_was_there(text: ModelText) ->
     watched.run = Run(watched.run.job.due(time.time() + 0.2, 0.2), text, lambda *told: watched.told.append(told))
     async with aclosing(watched.run):
         await watched.run.start(watched.engine)
-        await asyncio.sleep(0.25)  # its reader has other things to do
+        await asyncio.sleep(0.25)  # as if its reader were busy
         with pytest.raises(PagodaError) as raised:
             await watched.run.next()
     assert raised.value.code is ErrorCode.DEADLINE_EXCEEDED

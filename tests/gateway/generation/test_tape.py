@@ -1,4 +1,4 @@
-"""Whoever reads a tape, and whenever, reads the same; a store gives back what was on it."""
+"""All readers of a tape read the same, whenever they start; a store gives back what was on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = (list(range(40, 52)), list(range(60, 66)))
 
 
 async def recorded(tape: Tape, asked: RequestRecord, batch: int, late: Sequence[int]) -> list[list[Delta]]:
-    """What readers get who come after so many batches, and one who reads along."""
+    """What readers get who join after these numbers of batches, and one from the start and one after the end."""
     generation = await tape.recording(FakeEngine(play(*TOKENS, batch=batch))).submit(asked)
     tape.start("fp")
     readers = [asyncio.create_task(collect(await tape.submit(asked)))]

@@ -1,4 +1,4 @@
-"""Transcripts come back as they were written, say where two differ, and are not believed without being checked."""
+"""Transcripts survive writing and reading, say where two differ, and are checked before they are used."""
 
 from __future__ import annotations
 

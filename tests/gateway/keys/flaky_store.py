@@ -1,4 +1,4 @@
-"""A store in memory that can be gone, or silent, and says how often it was asked."""
+"""A store in memory that can fail or hang, and counts calls."""
 
 from __future__ import annotations
 

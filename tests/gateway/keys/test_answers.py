@@ -1,4 +1,4 @@
-"""Whoever holds a good key is let in, however many others ask for keys that nobody made."""
+"""A valid key works, however many clients ask for keys that do not exist."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 
 class Besieged:
-    """Answers of a store that knows `mine` at once, and of keys that nobody made tells when it is let; as many ask for
-    such as may."""
+    """Answers backed by a store that knows `mine` at once but answers for made-up keys only when let; as many clients
+    as allowed are asking for those."""
 
     def __init__(self) -> None:
         self.now = 0.0

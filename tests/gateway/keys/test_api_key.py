@@ -1,4 +1,4 @@
-"""What a key is made of, and that nothing else is taken for it."""
+"""The format of a key, and that nothing else is accepted as one."""
 
 from __future__ import annotations
 

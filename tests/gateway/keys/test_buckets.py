@@ -1,4 +1,5 @@
-"""A bucket gives no more in any stretch of time than it holds and what flows in, and says truly how long to wait."""
+"""In any interval, a bucket gives no more than its capacity and what flows in, and states correctly how long to
+wait."""
 
 from __future__ import annotations
 

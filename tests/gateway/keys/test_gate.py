@@ -1,4 +1,4 @@
-"""Whose key a request shows, with a store that comes and goes, and time that is what the test says."""
+"""Which key a request presents, with a store that fails and recovers, and a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Clock:
 
 
 class World:
-    """`gate` is asked; time stands still unless it is told to go on."""
+    """Makes gates; the clock stands still unless the test moves it."""
 
     def __init__(self, store: FlakyStore) -> None:
         self.store = store
@@ -100,7 +100,7 @@ async def test_where_nobody_knows_whether_there_are_keys_nobody_may_ask(world: W
 
 
 async def test_that_a_key_was_looked_up_does_not_say_whether_there_are_any(world: World) -> None:
-    """As for what was begun with it before: then it can still not be known who may ask, and must be asked for."""
+    """As when a request resumes under a key: whether keys exist is then still unknown, and must be looked up."""
     key, _ = await world.register.create(NewKey(name="n"))
     one = world.gate()
     await one.grant_of(key.id)
@@ -163,7 +163,7 @@ async def test_while_the_store_is_gone_keys_seen_lately_are_good_and_others_are_
     world.store.gone = True
     world.clock.now += times.KEY_STALE_S - 1
     assert (await ask(one, seen)).tenant
-    assert (await refused(one, seen[:-1] + "!")).code is ErrorCode.INVALID_API_KEY  # not of our form: nobody is asked
+    assert (await refused(one, seen[:-1] + "!")).code is ErrorCode.INVALID_API_KEY  # malformed: the store is not asked
     wrong = seen[:-1] + ("A" if seen[-1] != "A" else "B")
     assert (await refused(one, wrong)).code is ErrorCode.INVALID_API_KEY
     assert (await refused(one, unseen)).code is ErrorCode.UNAVAILABLE
@@ -180,7 +180,7 @@ async def test_a_silent_store_holds_up_nobody_whose_key_was_seen(world: World) -
     world.store.answers.clear()
     world.clock.now += times.KEY_FRESH_S
     async with asyncio.timeout(60):
-        for _ in range(100):  # of which one waits
+        for _ in range(100):  # one of them asks the store
             assert (await ask(one, text)).tenant
 
 

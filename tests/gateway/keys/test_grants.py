@@ -1,4 +1,4 @@
-"""What a key of a role may ask, said path by path."""
+"""What a key with a given role may request, path by path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of a key's limits, when time is whatever the test says."""
+"""What is left of a key's limits, with a clock that the test sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys in a store of either kind: two who write to it see each other's."""
+"""Keys in either kind of store: two writers see each other's keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was used adds up, over lives of gateways, days and a store that comes and goes."""
+"""Usage adds up across restarts of gateways, days, and failures of the store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Usage
 
 DAY_S = 86400.0
-NOON = 40_000 * DAY_S + DAY_S / 2  # a store drops what expires before today
+NOON = 40_000 * DAY_S + DAY_S / 2  # a store deletes what expires before today
 FIRST, LAST = date(2079, 7, 8), date(2079, 7, 8)
 ONE = Usage(prompt_tokens=10, cached_prompt_tokens=4, output_tokens=3)
 
@@ -125,7 +125,7 @@ async def test_a_store_that_is_gone_costs_nothing_but_time(store: FlakyStore) ->
 
 
 async def held_up(store: FlakyStore, ledger: UsageLedger) -> asyncio.Task[None]:
-    """A count is written; another is being written, and the store has not answered."""
+    """One count is written; while another is being written, the store does not answer."""
     ledger.count("a", "m", ONE)
     await ledger.flush()
     ledger.count("a", "m", ONE)

@@ -1,4 +1,4 @@
-"""The whole app over a scripted engine, and what is asked of it by keys."""
+"""The whole app over a scripted engine, and clients with keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADMIN = "key-of-the-admin"
 
 
 class App:
-    """`asgi` is the whole; `admin` shows the admin's key."""
+    """`asgi` is the whole app; `admin` is a client with the admin's key."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -32,7 +32,7 @@ class App:
         return httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers)
 
     def http_count(self, route: str, status: str) -> float:
-        """Of POST."""
+        """The number of POST requests with this route and status."""
         labels = {"route": route, "method": "POST", "status": status}
         return self.gateway.metrics.registry.get_sample_value("pagoda_http_requests_total", labels) or 0.0
 
@@ -41,7 +41,7 @@ class App:
         return key, self.client(text)
 
     def routes(self) -> Iterator[Route]:
-        """Of the app, those of its routers included."""
+        """All routes of the app, including those of its routers."""
         inner = self.asgi
         while not isinstance(inner, FastAPI):
             inner = inner._app

@@ -1,4 +1,4 @@
-"""The page's files are small, complete, and name nothing but themselves and this server."""
+"""The page's files are small and complete, and refer only to each other and to this server."""
 
 from __future__ import annotations
 
@@ -46,4 +46,4 @@ def test_every_file_is_named_by_another() -> None:
 @pytest.mark.parametrize("path", sorted(FILES))
 def test_nothing_is_named_that_lies_elsewhere(path: str) -> None:
     elsewhere = re.findall(r"(?:https?:)?//[a-z][\w.-]+", re.sub(r"(?m)(^|\s)//.*$", "", text(path)))
-    assert set(elsewhere) <= {"http://www.w3.org"}  # the name of a language
+    assert set(elsewhere) <= {"http://www.w3.org"}  # an XML namespace

@@ -1,4 +1,4 @@
-"""Batches as clients see them: asked for, answered as requests would be, cancelled, and nobody else's."""
+"""Batches over HTTP: created, answered as live requests would be, cancelled, and invisible to other tenants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ASK: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
 
 
 class Served:
-    """Two tenants' clients of one gateway, whose engine says three tokens to everything."""
+    """Clients of two tenants of one gateway, whose engine answers everything with three tokens."""
 
     def __init__(self, root: Path, **config: Any) -> None:
         self.gateway: Gateway = make_gateway(root, play([5, 6, 7]), api_key=",".join(KEYS), **config)
@@ -183,7 +183,7 @@ async def test_a_file_with_faults_is_told_by_line(served: Served) -> None:
 
 
 async def test_adapters_that_are_found_by_their_names_answer_batches(tmp_path: Path) -> None:
-    """Nobody has to have asked this gateway for them before."""
+    """Even if no earlier request has named them at this gateway."""
     found, lost = (write(tmp_path / "adapters" / name) for name in ("found", "lost"))
     (lost / WEIGHTS).unlink()
     served = Served(tmp_path, lora_dir=str(tmp_path / "adapters"), lora_resolver=True)

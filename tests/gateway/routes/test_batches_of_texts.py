@@ -1,4 +1,4 @@
-"""Batches of embeddings: lines become what requests would be answered, behind all that somebody waits for."""
+"""Batches of embeddings: lines are answered like requests, but after all requests that a client waits for."""
 
 from __future__ import annotations
 

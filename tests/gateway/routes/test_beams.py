@@ -1,4 +1,4 @@
-"""use_beam_search over HTTP: one request whose choices are the sequences that were found."""
+"""use_beam_search over HTTP: one request whose choices are the sequences found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOUND = [[72, 105], [72, 105, 33, 10, 72], [105]]
 
 
 def finds(gateway: Gateway) -> Any:
-    """All sequences at once, the first at an end of sequence."""
+    """Returns all sequences at once, the first of which ends with an end of sequence."""
     (end, *_) = gateway.text.eos_token_ids
 
     def script(record: RequestRecord) -> list[Batch]:

@@ -30,7 +30,7 @@ async def post(gateway: Gateway, **fields: Any) -> dict[str, Any]:
 
 
 async def chunks(gateway: Gateway, path: str = PATH, **fields: Any) -> list[Any]:
-    """Events of a stream, "[DONE]" included."""
+    """The events of a stream, including "[DONE]"."""
     response = await gateway.client.post(path, json=ASK | fields | {"stream": True})
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -530,7 +530,7 @@ async def test_without_any_known_context_length_it_is_unavailable(tmp_path: Path
 
 
 def sdk(gateway: Gateway) -> openai.AsyncOpenAI:
-    transport = openai.DefaultAsyncHttpxClient.__mro__  # which httpx the client is built on
+    transport = openai.DefaultAsyncHttpxClient.__mro__  # tells which httpx the client is built on
     module = next(c.__module__.split(".")[0] for c in transport if c.__module__.startswith("httpx"))
     library = __import__(module)
     client = library.AsyncClient(transport=library.ASGITransport(gateway.app), base_url="http://gateway")

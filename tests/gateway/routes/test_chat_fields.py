@@ -1,4 +1,4 @@
-"""Fields of POST /v1/chat/completions that other servers have: echo, names of requests, prompts that are cut."""
+"""Fields of POST /v1/chat/completions known from other servers: echo, request names, truncated prompts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_a_client_may_name_its_request(tmp_path: Path) -> None:
     gateway = saying(tmp_path, "x")
     assert (await post(gateway, request_id="order-7"))["id"] == "chatcmpl-order-7"
     first, name = gateway.engine.record.request_id.split(".")
-    assert (len(first), name) == (32, "order-7")  # unlike those of others that are named so
+    assert (len(first), name) == (32, "order-7")  # a random part keeps it distinct from others of the same name
     assert {event["id"] for event in (await chunks(gateway, request_id="a.b"))[:-1]} == {"chatcmpl-a.b"}
 
 

@@ -108,7 +108,7 @@ async def test_echo_with_logprobs_covers_the_prompt(tmp_path: Path, stream: bool
 
 
 async def test_offsets_count_the_echo_as_it_is_shown(tmp_path: Path) -> None:
-    """The first piece of such a tokenizer has a space in front that the text has not."""
+    """With such a tokenizer, the first piece starts with a space that the text does not have."""
     template = {"chat_template": None, "eos_token": "</s>", "bos_token": "<s>", "add_bos_token": True}
     root = write_model_dir(tmp_path / "m", tokenizer=byte_fallback_tokenizer(), tokenizer_config=template)
     gateway = Gateway(root, play([]))
@@ -152,7 +152,7 @@ async def test_prompt_logprobs_and_token_ids(tmp_path: Path) -> None:
 
 async def test_best_of_picks_the_likeliest_on_average(tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path)
-    # In the fake, lower ids are likelier.
+    # In the fake, lower ids are more likely.
     gateway.engine.script = play([50, 50], [10], [30, 20, 10])
     answer = await post(gateway, best_of=3, n=2)
     texts = [gateway.text.decode([10]), gateway.text.decode([30, 20, 10])]
@@ -207,7 +207,7 @@ async def test_deltas_may_come_in_any_interleaving_of_choices(tmp_path: Path) ->
     scripted = play(gateway.ids("abc"), gateway.ids("xyz"))
 
     def script(record: RequestRecord) -> list[Batch]:
-        """Choice 1 wholly before choice 0, whose last delta ends the request."""
+        """Gives choice 1 completely before choice 0, whose last delta ends the request."""
         deltas = [delta for batch in scripted(record) if isinstance(batch, list) for delta in batch]
         usage, deltas[-1].usage = deltas[-1].usage, None
         ordered = sorted(deltas, key=lambda delta: -delta.choice)

@@ -1,4 +1,4 @@
-"""When and where /openapi.json is made; what it says is tested with the routes."""
+"""When and in which thread /openapi.json is made; the routes' tests check its contents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Answer(BaseModel):
 
 
 class Schemas:
-    """Who asked for the document's parts."""
+    """Records the threads that ask for the document's parts."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self.threads: list[int] = []

@@ -1,4 +1,4 @@
-"""Files as clients see them, through the limits of HTTP."""
+"""Files over HTTP, behind the limits middleware."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINES = b'{"custom_id": "a"}\n' * 4000
 
 
 class Served:
-    """The routes behind their limits, each tenant a client of its own."""
+    """The routes behind their limits, with a client for each tenant."""
 
     def __init__(self, root: Path, **config: Any) -> None:
         fields = {"max_file_bytes": MAX_BYTES, "max_files_bytes": 4 * MAX_BYTES, "api_key": ",".join(KEYS.values())}

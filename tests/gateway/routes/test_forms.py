@@ -1,4 +1,4 @@
-"""Every way to ask for a form of the output comes to one grammar in the record, or to a 400 that names the field."""
+"""Every way to request a form of output becomes one grammar in the record, or a 400 that names the field."""
 
 from __future__ import annotations
 

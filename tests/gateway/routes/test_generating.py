@@ -1,4 +1,4 @@
-"""Whatever goes wrong on an endpoint that generates is said in the shape of its own dialect."""
+"""Whatever goes wrong on a generating endpoint is reported in its own dialect's error format."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_how_a_run_ended_is_logged_without_a_word_of_it(
 
 
 def stalls(record: RequestRecord) -> list[Any]:
-    """A token, and nothing after."""
+    """One token, and nothing after it."""
     return [play([72, 73])(record)[0], asyncio.Event()]
 
 
@@ -99,7 +99,7 @@ async def test_an_answer_that_takes_longer_than_its_client_said_ends_in_words(tm
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_a_run_held_is_freed_when_it_is_over(tmp_path: Path, stream: bool) -> None:
-    """Answers may be large, and garbage that refers to itself is collected rarely."""
+    """Answers may be large, and reference cycles are collected rarely."""
     gateway = make_gateway(tmp_path)
     gc.collect()
     others = runs()

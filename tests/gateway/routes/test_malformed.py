@@ -1,4 +1,4 @@
-"""What bench/malformed.py asks of a running stack, less its large bodies, asked of the app alone."""
+"""The requests that bench/malformed.py sends to a running stack, except the large bodies, sent to the app alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from bench.malformed import Case, fault_of, grammars, odd_fields, schemas, texts, uploads
 from tests.gateway.keys.whole_app import running_app
 
-MAX_BYTES = 64 * 1024  # reading more is measured by the bench, not here
+MAX_BYTES = 64 * 1024  # the bench measures larger ones
 ALL = [case for make in (texts, schemas, grammars, uploads) for case in make()] + [*odd_fields()][::4]
 
 

@@ -33,7 +33,7 @@ async def post(gateway: Gateway, path: str = PATH, **fields: Any) -> dict[str, A
 
 
 def events_of(stream: str) -> list[dict[str, Any]]:
-    """Of a stream's text; every event is named by its type."""
+    """The events in a stream's text; checks that each is named by its type."""
     events = []
     for block in stream.removesuffix("\n\n").split("\n\n"):
         name, data = block.split("\n")
@@ -60,7 +60,7 @@ async def refusal(gateway: Gateway, status: int = 400, path: str = PATH, **field
 
 
 def shown(gateway: Gateway) -> str:
-    """What the model saw of the only request."""
+    """The prompt of the only request, as the model saw it."""
     return gateway.text.decode(gateway.engine.record.prompt_token_ids, skip_special_tokens=False)
 
 
@@ -113,7 +113,7 @@ async def test_the_stream_of_a_message_has_anthropics_events(tmp_path: Path) -> 
 
 
 def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client makes of a stream; the order of its events is checked on the way."""
+    """The message that a client assembles from a stream; checks the order of its events."""
     start, *middle, delta, stop = events
     assert (start["type"], delta["type"], stop["type"]) == ("message_start", "message_delta", "message_stop")
     message, texts, is_open = start["message"], list[str](), False
@@ -466,7 +466,7 @@ async def test_a_client_that_leaves_ends_its_generation(tmp_path: Path, streamed
     assert gateway.engine.generations[0].closed.is_set()
 
 
-# What is counted is what would be generated from
+# The count is that of the prompt that would be generated from
 
 
 async def count(gateway: Gateway, **fields: Any) -> int:

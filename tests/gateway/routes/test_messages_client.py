@@ -1,4 +1,4 @@
-"""The Messages API as Anthropic's own client meets it: over a socket, through the whole app, to a scripted engine."""
+"""The Messages API with Anthropic's own client: over a socket, through the whole app, to a scripted engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASK: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "messages": HELLO}
 
 
 def kind_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:
-    """The type of the error; the id in its body is that of the header."""
+    """The error's type; checks that the id in its body is that of the header."""
     body: Any = caught.value.body
     assert body["request_id"] == caught.value.request_id != ""
     return str(body["error"]["type"])
@@ -88,7 +88,7 @@ async def test_a_stream_with_tools_and_the_conversation_it_leads_to(tmp_path: Pa
 
 
 async def test_a_stream_with_thoughts(tmp_path: Path) -> None:
-    """Inputs of calls come as they are written."""
+    """Inputs of tool calls are streamed as they are written."""
     template = CHAT_TEMPLATE + "{# <think> </think> #}"
     model = write_model_dir(tmp_path / "model", tokenizer_config={"chat_template": template})
     gateway = Gateway(model, play([]))

@@ -1,4 +1,4 @@
-"""GET /: files as they are, kept by browsers until they change, under a policy that lets nothing else in."""
+"""GET /: files as they are, cached by browsers until they change, under a policy that allows nothing else."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "pro
 
 
 def seen(gateway: Gateway) -> str:
-    """What the model saw of the last request."""
+    """The prompt of the last request, as the model saw it."""
     return gateway.text.decode(gateway.engine.generations[-1].record.prompt_token_ids, skip_special_tokens=False)
 
 
@@ -119,7 +119,7 @@ async def test_a_response_goes_on_from_another(tmp_path: Path) -> None:
     first = await post(gateway, input="how are you", instructions="be brief")
     assert "be brief" in seen(gateway)
     second = await post(gateway, input="why", previous_response_id=first["id"])
-    assert "be brief" not in seen(gateway)  # instructions are of their own response
+    assert "be brief" not in seen(gateway)  # instructions apply only to their own response
     places = [seen(gateway).index(text) for text in ("how are you", "fine", "why")]
     assert places == sorted(places)
     assert second["previous_response_id"] == first["id"]
@@ -163,7 +163,7 @@ async def test_what_is_not_to_be_kept_is_not(tmp_path: Path) -> None:
 
 
 async def test_what_is_to_be_included_may_be_said_again(tmp_path: Path) -> None:
-    """OpenAI's client names it when it looks a response up, as a list of one or several."""
+    """OpenAI's client repeats it when it retrieves a response, as a list of one or several."""
     gateway = saying(tmp_path, "hello")
     answer = await post(gateway, include=["message.output_text.logprobs", "reasoning.encrypted_content"])
     several = ["message.output_text.logprobs", "reasoning.encrypted_content"]

@@ -1,4 +1,4 @@
-"""OpenAI's own client reads what /v1/responses answers, over a socket."""
+"""OpenAI's own client reads the answers of /v1/responses, over a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool choice and thoughts through both chat APIs: what is asked becomes a grammar, what is written becomes events."""
+"""Tool choice and reasoning through both chat APIs: requests become grammars, output becomes events."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def admits(text: ModelText, grammar: str, answer: str) -> bool:
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "sub"}}
 ALLOWED: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 OFTEN: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED] * 1025}}
-# What is asked: whether text, a call of add, one of sub, and two calls are allowed.
+# What was requested, and whether text, a call of add, one of sub, and two calls are allowed.
 CHOICES: list[tuple[dict[str, Any], tuple[bool, bool, bool, bool]]] = [
     ({}, (True, True, True, True)),
     ({"tool_choice": "auto", "parallel_tool_calls": False}, (True, True, True, False)),
@@ -355,7 +355,7 @@ async def test_the_official_openai_client_streams_thoughts_and_calls(tmp_path: P
         ("add", {"a": 1}),
         ("sub", {"a": 1}),
     ]
-    assert told > 4  # arguments come as they are written
+    assert told > 4  # arguments are streamed as they are written
 
 
 async def test_thoughts_may_be_left_out_of_the_answer_but_not_of_the_count(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A transcript is its own key's; what it says is computed again by whoever may use the model, and checked before."""
+"""A transcript is visible only to its own key; anyone who may use the model can have one recomputed, after checks."""
 
 from __future__ import annotations
 

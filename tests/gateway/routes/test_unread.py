@@ -1,4 +1,4 @@
-"""On real sockets: who is one too many is told so before its body comes, and nobody else is."""
+"""On real sockets: a request too many is refused before its body arrives, and no other request is."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Place:
             writer.close()
 
     def refuse(self, policy: str = "fcfs", tenant: str = "", priority: int = 0, timeout_s: float = 0.0) -> None:
-        """As an engine core of that policy has just refused one."""
+        """As if an engine core with that policy had just refused a request."""
         self.engine.load = msgspec.structs.replace(self.engine.load, policy=policy)
         self.engine.refusals.came(Kind.under(policy, tenant, priority, timeout_s), FULL)
 
@@ -89,7 +89,7 @@ async def place(root: Path, script: Script | None = None, **config: Any) -> Asyn
 
 
 def told(answer: Answer) -> Any:
-    """But for what says when."""
+    """The answer without times."""
     status, headers, body = answer
     return status, {k: v for k, v in headers.items() if k not in ("date", "openai-processing-ms")}, json.loads(body)
 

@@ -1,4 +1,4 @@
-"""A store that breaks off at one of its calls, in each of the ways in which that may happen."""
+"""A store that breaks off at one of its calls, in each of the ways in which that can happen."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Breaking:
         self.num_calls, self.at, self.broken = 0, -1, False
 
     async def during(self, work: Coroutine[Any, Any, Any], number: int, how: How) -> tuple[Any, bool]:
-        """What becomes of work that breaks off at that call: its result or failure, and whether it came so far."""
+        """Run work that breaks off at that call: its result or failure, and whether that call was reached."""
         task = asyncio.ensure_future(work)
         self.leave = task.cancel  # type: ignore[method-assign]
         self.break_at(number, how)
@@ -79,11 +79,11 @@ class Breaking:
         return call
 
     def leave(self) -> None:
-        """The test says who leaves."""
+        """Tests replace this with the cancellation of a task."""
 
 
 class Interleaved(Breaking):
-    """What `meanwhile` does is done just after the first call of this name with this first argument."""
+    """Runs `meanwhile` just after the first call with this name and first argument."""
 
     def __init__(self, store: Store, call: str, what: str, meanwhile: Callable[[], Awaitable[None]]) -> None:
         super().__init__(store)
@@ -103,4 +103,4 @@ class Interleaved(Breaking):
 
 
 class Killed(BaseException):
-    """Nothing is done any more by whoever made the call."""
+    """The caller's process is dead: it does nothing more."""

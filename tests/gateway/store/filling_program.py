@@ -1,4 +1,4 @@
-"""Writes to a store whose file may not grow beyond so much, and tells of each call: ADDRESS BYTES."""
+"""Writes to a store whose file may not grow beyond a size, and prints what the calls did: ADDRESS BYTES."""
 
 from __future__ import annotations
 

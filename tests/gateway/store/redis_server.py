@@ -1,4 +1,4 @@
-"""A real redis-server of one's own, on a unix socket in a directory that nobody else has."""
+"""A private redis-server, on a unix socket in a directory of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAMS = ("redis-server", "valkey-server")
 
 class RedisServer:
     def __init__(self, directory: Path, port: int = 0) -> None:
-        """`port` of the loopback address, beside the socket; none for 0."""
+        """Also listens on `port` of the loopback address, unless it is 0."""
         found = [path for name in PROGRAMS if (path := shutil.which(name))]
         if not found:
             pytest.fail(f"one of {', '.join(PROGRAMS)} is needed: apt-get install redis-server", pytrace=False)
@@ -31,7 +31,7 @@ class RedisServer:
         return f"unix://{self._directory}/redis.sock"
 
     async def start(self) -> None:
-        """With whatever an earlier life has left on the disk."""
+        """Start with the data that an earlier run left on the disk."""
         options = ["--unixsocket", f"{self._directory}/redis.sock", "--dir", str(self._directory)]
         options += ["--port", str(self._port), "--bind", "127.0.0.1"]
         kept = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]

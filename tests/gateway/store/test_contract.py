@@ -1,4 +1,4 @@
-"""What a store promises, on both back ends."""
+"""The guarantees of a store, on both back ends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def empty(store: Store, log: str) -> bool:
 
 @pytest.fixture
 def name() -> str:
-    """One that no other test has."""
+    """A name that no other test uses."""
     return f"n{next(_names)}"
 
 
@@ -194,7 +194,7 @@ async def test_a_log_grows_at_its_end(store: Store, name: str) -> None:
 
 
 async def test_a_log_vanishes_when_it_was_said_to(store: Store, name: str) -> None:
-    await store.keep_until(name, time.time() + SOON_S)  # there is none: nothing happens
+    await store.keep_until(name, time.time() + SOON_S)  # there is no such log: nothing happens
     for soon_s in (SOON_S, 1.0, 20.0):  # longer if the machine was too busy to revoke it in time
         stays, until = f"{name}stays{soon_s}", time.time() + soon_s
         await store.append(stays, [b"old", b"old"])
@@ -231,7 +231,7 @@ async def test_what_is_appended_may_say_when_the_log_vanishes(store: Store, name
 
 async def test_who_appends_and_says_nothing_of_when_it_vanishes_leaves_that_as_it_was(store: Store, name: str) -> None:
     await store.append(name, [b"old"], index=0, expires_at=time.time() + SOON_S)
-    with suppress(Conflict):  # it has vanished already
+    with suppress(Conflict):  # it may have expired already
         await store.append(name, [b"more"], index=1)
     await eventually(lambda: empty(store, name))
 

@@ -1,4 +1,4 @@
-"""A store that fails is let alone, and tried again."""
+"""A failing store is given a rest, and then tried again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 
 class Failing(SqliteStore):
-    """Fails, or never answers, as it is told."""
+    """Fails, or never answers, as told."""
 
     def __init__(self) -> None:
         super().__init__(MEMORY)
@@ -44,7 +44,7 @@ def test_a_circuit_opens_for_longer_every_time_and_lets_one_call_try() -> None:
         assert circuit.failing
         assert circuit.wait_s(failed_at + rest_s / 2) == rest_s / 2
         assert circuit.wait_s(failed_at + rest_s) == 0.0
-        assert circuit.wait_s(failed_at + rest_s) > 0.0  # one is trying
+        assert circuit.wait_s(failed_at + rest_s) > 0.0  # another caller is trying
         circuit.ended(failed_at + rest_s, well=False)
     assert circuit.wait_s(9.0 + 3.0) == 0.0
     circuit.ended(12.0, well=True)

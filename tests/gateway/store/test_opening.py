@@ -1,4 +1,4 @@
-"""An address says which store, or is refused in words that do not repeat it."""
+"""An address selects a store, or is refused with a message that does not repeat it."""
 
 from __future__ import annotations
 

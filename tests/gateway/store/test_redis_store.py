@@ -1,4 +1,4 @@
-"""What a server can do to a store: hang, die, come back, and refuse in many words."""
+"""What a Redis server can do to a store: hang, die, come back, and refuse with various errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def store(server: RedisServer) -> AsyncIterator[RedisStore]:
 
 
 async def fails(store: RedisStore | GuardedStore) -> str:
-    """Why, by the log."""
+    """The reason for a failed call, as logged."""
     with pytest.raises(PagodaError) as caught:
         await store.put("things", "k", b"v")
     assert caught.value.code is ErrorCode.UNAVAILABLE
@@ -127,7 +127,7 @@ async def test_who_is_cancelled_ends_wherever_that_meets_a_call(store: RedisStor
         while True:
             await store.length("log")
 
-    for turns in range(60):  # of the loop, over several calls
+    for turns in range(60):  # of the event loop, spanning several calls
         task = asyncio.create_task(ask_for_ever())
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -153,7 +153,7 @@ async def test_more_calls_at_once_than_there_may_be_connections_wait_for_one(
 
 @pytest.mark.e2e
 async def test_connections_that_went_dumb_are_not_tried_one_by_one() -> None:
-    """A peer that lost its power says nothing on any of them, and its successor takes new ones."""
+    """A peer that lost power answers on none of them, while its successor accepts new connections."""
     port = free_port()
     async with running_redis(port):
         with ChaosProxy(port) as proxy:
@@ -172,7 +172,7 @@ async def test_connections_that_went_dumb_are_not_tried_one_by_one() -> None:
 
 @pytest.mark.e2e
 def test_connections_that_were_reset_under_uvloop_are_a_failure_and_none_afterwards() -> None:
-    """It has an error of its own for who writes to them, and gateways run on it."""
+    """uvloop, on which gateways run, raises a different error for writes to such connections."""
 
     async def story() -> None:
         port = free_port()

@@ -1,4 +1,4 @@
-"""Whatever breaks off, and whoever writes at once: what is kept is whole, and what is not kept goes."""
+"""Whatever is interrupted, and however many write at once: what is kept is whole, and what is not kept is deleted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def opened(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def store(opened: Store) -> AsyncIterator[Breaking]:
-    """Empty, as far as these tests put something into it."""
+    """Contains nothing from earlier tests."""
     store = Breaking(opened)
     yield store
     store.mend()
@@ -90,7 +90,7 @@ async def run_to_its_end(kept: KeptResponses, name: str) -> None:
 
 
 async def lose_content(kept: KeptResponses, name: str) -> None:
-    """As a version before this could."""
+    """As an earlier version could."""
     await finish(kept, name)
     _, found = await kept.find(name, ME)
     for log in found.logs(name):
@@ -126,7 +126,7 @@ STEPS: list[tuple[Step, Step]] = [
 
 
 async def swept(store: Breaking) -> KeptResponses:
-    """Another gateway, when it has looked for what others have left."""
+    """Another gateway, after it has cleaned up what others have left."""
     kept = KeptResponses(store, 3600.0)
     await kept.sweep()
     async for name, owner in kept.unfinished():
@@ -141,7 +141,7 @@ async def swept(store: Breaking) -> KeptResponses:
 
 
 async def assert_sound(store: Breaking) -> None:
-    """What is there is named by a record and counted, and what a record names is there."""
+    """Every log that exists is named by a record and counted, and every log that a record names exists."""
     kept, named = await swept(store), set[str]()
     todo = {name async for name, _ in kept.unfinished()}
     async for record in records_of(store, RESPONSES, ME):
@@ -181,7 +181,7 @@ async def test_whatever_breaks_off_leaves_nothing_half(
         if before is not lose_content:
             await assert_sound(store)
         if step is finish:
-            await finish(await swept(store), name)  # whoever tells it again keeps it
+            await finish(await swept(store), name)  # a second attempt keeps it
             _, found = await kept.find(name, ME)
             assert await kept.response(name, found) == OBJECT
             await assert_sound(store)
@@ -196,7 +196,7 @@ async def test_whatever_breaks_off_leaves_nothing_half(
 
 @pytest.mark.parametrize("how", [How.CANCELLED, How.CANCELLED_OFTEN, How.FULL, How.FULL_ONCE])
 async def test_who_could_not_begin_leaves_nothing_that_runs(store: Breaking, how: How) -> None:
-    """At once, without anybody who sweeps."""
+    """At once, without waiting for a sweep."""
     for number in itertools.count(1):
         name, kept = new_name(), KeptResponses(store, 3600.0)
         failed, broken = await store.during(begin(kept, name), number, how)
@@ -204,7 +204,7 @@ async def test_who_could_not_begin_leaves_nothing_that_runs(store: Breaking, how
             assert failed is None
             return
         if failed is None:
-            await kept.delete(name, ME)  # that call was no write
+            await kept.delete(name, ME)  # the interrupted call was not a write
             continue
         assert isinstance(failed, asyncio.CancelledError | PagodaError)
         assert not [one async for one in kept.unfinished()]
@@ -215,7 +215,7 @@ async def test_who_could_not_begin_leaves_nothing_that_runs(store: Breaking, how
 
 
 class UnderWay:
-    """A store in which what is appended comes later than other calls, also where who appends is gone."""
+    """A store in which appends take longer than other calls, and complete even if the caller is cancelled."""
 
     def __init__(self, store: Store) -> None:
         self.calls = list[asyncio.Task[object]]()

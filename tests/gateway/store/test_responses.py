@@ -1,4 +1,4 @@
-"""What is kept of a response is there whole, however large it is, or is not there at all."""
+"""A response is kept whole, however large it is, or not at all."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def name_of(number: int) -> str:
 
 
 async def there(kept: KeptResponses, count: int, owner: str = "me") -> list[int]:
-    """The numbers of those that are kept."""
+    """The numbers of the responses that are kept."""
     found = []
     for number in range(count):
         with suppress(PagodaError):

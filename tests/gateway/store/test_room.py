@@ -1,4 +1,4 @@
-"""The room that a tenant's tickets have, by itself, on a real store."""
+"""The store room for a tenant's tickets, by itself, on a real store."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Watched:
 async def fill(
     kept: KeptTickets, count: int, name: str = "old", num_bytes: int = 7, ago_s: float = 1000.0
 ) -> list[Found]:
-    """Tickets that ended so long ago, or run (0)."""
+    """Tickets that ended that long ago, or still run (0)."""
     found = []
     for i in range(count):
         job_id, ended_at = f"{name}{i}", time.time() - ago_s if ago_s else 0.0
@@ -59,7 +59,7 @@ async def fill(
 
 
 async def take(room: Room, num_bytes: int, number: int = 1) -> None:
-    """Of what is as good as written."""
+    """Take room as for something that is about to be written."""
     async with room.taking("", num_bytes, number):
         pass
 
@@ -101,7 +101,7 @@ async def test_where_too_little_would_go_nothing_does() -> None:
 
 @pytest.mark.parametrize(("ago_s", "least_s", "most_s"), [((50.0, 20.0), 35.0, 40.0), ((50.0, 0.0), 55.0, 60.0)])
 async def test_the_wait_is_until_enough_has_rested(ago_s: tuple[float, float], least_s: float, most_s: float) -> None:
-    """Of two that are both needed; one that runs rests from its end on."""
+    """Both tickets must go; a running one starts to rest at its end."""
     async with shared() as store:
         kept = KeptTickets(store, KEPT_S)
         for i, ago in enumerate(ago_s):
@@ -137,7 +137,7 @@ async def test_who_is_refused_does_not_look_again_for_a_while() -> None:
 
 
 async def test_who_is_refused_looks_again_when_something_is_gone() -> None:
-    """Here, and with it what nobody here was told of."""
+    """A deletion here makes it look again, and then it also finds deletions at other gateways."""
     async with shared() as store:
         kept, other = KeptTickets(store, KEPT_S), KeptTickets(store, KEPT_S)
         room, (mine, *others) = Room(kept, 3, 10**9, lambda: 0.0), await fill(kept, 4, ago_s=0.0)
@@ -150,7 +150,7 @@ async def test_who_is_refused_looks_again_when_something_is_gone() -> None:
 
 
 async def test_nothing_goes_for_what_is_gone_already() -> None:
-    """Deleted at another gateway, which nobody is told of."""
+    """Another gateway deleted it, without telling this one."""
     async with shared() as store:
         kept, other = KeptTickets(store, KEPT_S), KeptTickets(store, KEPT_S)
         room = Room(kept, 10, 10**9)

@@ -1,4 +1,4 @@
-"""What a file can do to a store, and what processes can that share it."""
+"""What a file can do to a store, and what other processes can that share it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def remove(path: Path) -> None:
 
 
 async def fails(store: SqliteStore) -> str:
-    """Why, by the log."""
+    """The reason for a failed call, as logged."""
     with pytest.raises(PagodaError) as caught:
         await store.put("things", "k", b"v")
     assert caught.value.code is ErrorCode.UNAVAILABLE
@@ -121,7 +121,7 @@ async def test_a_file_that_became_read_only_is_read(path: Path, monkeypatch: pyt
 
 
 def read_only(path: str, *, scratch: bool) -> sqlite3.Connection:
-    """As root reads a disk that the kernel made read-only; modes of files mean nothing to root."""
+    """As on a disk that the kernel made read-only: file modes do not restrict root."""
     return sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
 
 

@@ -1,5 +1,5 @@
-"""Answers of tickets: whoever runs one, is late with it, is killed over it or deletes it, what is told is whole, and
-what nobody tells of goes."""
+"""Answers of tickets: whoever runs one, is late, is killed or deletes it, every answer that is read is whole, and every
+unreferenced one is deleted."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from pagoda_gateway.store.tickets import JOBS, Found, KeptTickets, Ticket
 KEPT_S = 3600.0
 NAME, OWNER = "stream_n", "me"
 RUNNERS = {"first": "first", "again": "first", "second": "second", "third": "third"}
-ANSWERS = {who: who.encode() * (MAX_PART_BYTES // 4) for who in RUNNERS}  # of two parts and more
+ANSWERS = {who: who.encode() * (MAX_PART_BYTES // 4) for who in RUNNERS}  # of at least two parts
 
 
 class Kept(KeptTickets):
-    """Of a store in a file, which says what logs there are."""
+    """Tickets in a store in a file; lists the logs that exist."""
 
     def __init__(self, store: Store, path: Path) -> None:
         super().__init__(store, KEPT_S)
         self._path = path
 
     def logs(self) -> list[tuple[str, float | None]]:
-        """Names and expiries."""
+        """Names and expiry times."""
         connection = sqlite3.connect(self._path)
         try:
             return connection.execute("SELECT log, expires_at FROM logs ORDER BY log").fetchall()
@@ -92,7 +92,7 @@ async def test_a_second_run_of_the_same_gateway_that_found_the_same_leaves_what_
 
 
 async def test_an_answer_made_anew_takes_the_place_of_the_old_one() -> None:
-    """As where what was kept cannot be read."""
+    """As when the stored answer cannot be read."""
     async with shared() as kept:
         found = await begun(kept)
         assert await kept.keep_answer(found, b"damaged")
@@ -137,7 +137,8 @@ async def test_another_request_under_the_same_key_is_not_deleted_for_the_one_bef
 
 
 async def test_a_ticket_that_is_written_twice_keeps_its_job() -> None:
-    """As two of them do that run it, after the store has lost everything; not where it is another request's."""
+    """As when two gateways that run it write it after the store has lost everything; but not for a different
+    request."""
     async with shared() as kept:
         found = await begun(kept)
         with pytest.raises(Conflict):
@@ -198,7 +199,7 @@ class Turns:
         task.add_done_callback(lambda _: self._changed.set())
 
     async def waiting(self) -> list[str]:
-        """Who goes on if it is let, now that everybody waits or has ended."""
+        """Who can continue, once all callers wait or have ended."""
         while any(name not in self._waiting and not task.done() for name, task in self._tasks.items()):
             self._changed.clear()
             await self._changed.wait()
@@ -220,7 +221,8 @@ class Turns:
 
 
 async def run(kept: KeptTickets, who: str) -> None:
-    """As a gateway that finds the ticket: it writes what it takes over, and not what it began or runs once more."""
+    """Run as a gateway that finds the ticket: it writes to it only on a takeover, not when it began it or runs it
+    again."""
     if (found := await kept.find(NAME, OWNER)) is None:
         return
     if not found.ticket.answered:

@@ -1,4 +1,4 @@
-"""Transcripts are kept behind everybody's back, of each owner the last ones, and shown to nobody else."""
+"""Transcripts are written in the background, only the last ones of each owner, and shown to nobody else."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_of_each_owner_the_last_ones_stay(store: FlakyStore, most: int) ->
     found = [number for number in range(3 * most) if await transcripts.find("a", f"{number}")]
     assert found == list(range(3 * most - len(found), 3 * most))
     assert max(1, most - 1 - most // 10) <= len(found) <= most
-    again = Transcripts(store, most)  # another life counts what there is
+    again = Transcripts(store, most)  # a new instance counts what is stored
     again.keep("a", "new", b"{}")
     await again.flush()
     assert len([n for n in range(3 * most) if await again.find("a", f"{n}")]) < most

@@ -1,4 +1,4 @@
-"""Writes to a store for ever, and says after every write what was acknowledged: ADDRESS."""
+"""Writes to a store for ever, and prints after every write what was acknowledged: ADDRESS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammar of a whole answer: what it lets a model write is read back as thoughts, calls and text."""
+"""The grammar of a whole answer: what it lets a model write is parsed as reasoning, calls and text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BOTH = [
 
 
 def made(tools: str, reasoning: str) -> tuple[Formats, Vocabulary]:
-    """Of a model whose markers are tokens."""
+    """Formats and vocabulary of a model whose markers are tokens."""
     bare = Formats.of("", {}, tools, reasoning)
     assert bare.tools is not None
     assert bare.reasoning is not None
@@ -56,7 +56,7 @@ def admits(known: Vocabulary, grammar: str, text: str) -> bool:
 
 
 def read(formats: Formats, how: HowRead, text: str) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Thoughts, text and calls."""
+    """Reasoning, text and calls."""
     reader = AnswerReader(formats, how)
     events = [event for char in text for event in reader.push(char)] + reader.flush()
     calls = {event.index: [event.name, ""] for event in events if isinstance(event, CallBegun)}
@@ -218,7 +218,7 @@ def test_what_a_strict_function_cannot_be_held_to_is_named(
 
 
 def test_a_marker_spelled_out_begins_no_call() -> None:
-    """Where it is a token, a model that writes about it cannot come upon a call that nothing holds to its schema."""
+    """If the marker is a token, a model that writes about it must not slip into a call unconstrained by its schema."""
     formats, known = made("hermes", "qwen3")
     grammar = Wanted(calling=Calling(functions=(ADD,))).grammar(formats, None)
     matcher = LLMatcher(known.tokenizer, grammar, log_level=0)

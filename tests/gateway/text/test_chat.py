@@ -1,4 +1,4 @@
-"""Chat templates: as Hugging Face renders them, and harmless whatever they contain."""
+"""Chat templates: rendered as by Hugging Face, and harmless whatever they contain."""
 
 from __future__ import annotations
 
@@ -165,7 +165,8 @@ def test_sec_18_no_template_runs_for_ever() -> None:
 
 @pytest.mark.parametrize("source", ENDLESS)
 def test_sec_18_whatever_repeats_in_a_template_pays(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few steps are as good as a million to see each kind counted: none of them may last until time is up."""
+    """A low limit on steps is enough to see that each kind of repetition is counted and does not run until the time
+    limit."""
     monkeypatch.setattr(chat, "MAX_STEPS", 10_000)
     with pytest.raises(PagodaError, match="takes too long"):
         ChatTemplate(source, {}).render(MESSAGES)

@@ -1,4 +1,4 @@
-"""One form of a conversation for every door, and content parts as the template wants them."""
+"""One form of conversation for every API, with content parts as the template expects them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READS_PARTS += "{{ p.text }}|{% endfor %}{% endif %}{% endfor %}"
         ("{{ messages[0].content | trim }}", False),
         ("{{ raise_exception('no') }}", False),
         (READS_PARTS.replace("|{%", "{%"), True),
-        (READS_PARTS, False),  # a list of one part and its text are not the same here: text is the safe side
+        (READS_PARTS, False),  # a list of one part renders differently from its text here, so text is safer
     ],
 )
 def test_what_a_template_does_with_parts_is_tried(source: str, reads: bool) -> None:

@@ -1,4 +1,4 @@
-"""Detokenising: equal to decoding everything at once, whatever the tokens and however they arrive."""
+"""Detokenising equals decoding everything at once, whatever the tokens and however they arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Neighbours of a kind become one; what is told stays the same."""
+"""Adjacent events of one kind are merged without changing their content."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kind(event: Said) -> tuple[object, ...]:
 
 
 def letters(events: list[Said]) -> list[tuple[object, ...]]:
-    """One entry for each letter of what can be merged, and for each of the others."""
+    """One entry for each letter of mergeable events, and for each other event."""
     found: list[tuple[object, ...]] = []
     for event in events:
         whole = isinstance(event, CallBegun | CallEnded)

@@ -1,4 +1,4 @@
-"""A choice's text: from the same ids always the same, however they arrive."""
+"""A choice's text depends only on its token ids, not on how they arrive."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ids(model: ModelText, text: str) -> list[int]:
 def run(
     model: ModelText, params: SamplingParams, tokens: list[int], cuts: list[int]
 ) -> tuple[str, list[int], TextDelta]:
-    """Text, token ids and the last delta that said something."""
+    """Text, token ids, and the delta that ends the choice."""
     choice = ChoiceText(model, params)
     edges = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     deltas = [

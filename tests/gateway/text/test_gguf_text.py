@@ -1,4 +1,4 @@
-"""The text side of a GGUF file is that of the directory it was made of."""
+"""A GGUF file's text side equals that of the directory it was made from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_chats_ends_and_defaults_are_the_same(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_without_the_whole_tokenizer_reads_and_writes_any_text(tmp_path: Path) -> None:
-    """With Llama 3's words in place of the model's own, tokens are others, and the text is the same."""
+    """Llama 3's pre-tokenizer replaces the model's own: tokens differ, but the text is the same."""
     path = GgufFile(demo_pairs(whole_tokenizer=False), demo_tensors()).write(tmp_path / "m.gguf")
     text = ModelText.load(path)
     for written in ("the answer is 42\n\n", "日本 naïve 🙂"):
@@ -37,7 +37,7 @@ def test_a_vocabulary_without_the_whole_tokenizer_reads_and_writes_any_text(tmp_
     special = json.loads((DEMO / "tokenizer_config.json").read_text())["added_tokens_decoder"]
     assert text.encode("<|im_start|><tool_call>") == [510, 507]
     pairs = demo_pairs(whole_tokenizer=False) | {"tokenizer.ggml.bos_token_id": 509}
-    written = "<|endoftext|>hello"  # stays, though nothing would be put before a text
+    written = "<|endoftext|>hello"  # is kept, though the tokenizer would put nothing before a text
     assert ModelText.load(GgufFile(pairs, demo_tensors()).write(tmp_path / "bos.gguf")).encode(written)[0] == 509
     assert text.table.special_ids == {int(i) for i, token in special.items() if token["special"]}
 
@@ -57,7 +57,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def test_sec_30_damage_of_a_gguf_is_refused_by_the_gateway(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Or does no harm: what is loaded reads and writes text."""
+    """Or it does no harm: a loaded tokenizer reads and writes text."""
     tensors = {"token_embd.weight": Stored(bytes(64), (1, 32), "F16")}
     path = tmp_path_factory.mktemp("damaged") / "m.gguf"
     raw = bytearray(GgufFile(demo_pairs(whole_tokenizer=False), tensors).encoded())

@@ -225,7 +225,7 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: str | bytes | N
 
 
 def test_the_text_side_needs_no_server() -> None:
-    """The offline API uses it in processes that have no web server installed."""
+    """The offline API uses it in processes without a web server installed."""
     code = (
         "import sys, pagoda_gateway.text.generation, pagoda_gateway.text.answers\n"
         "print(sorted({'fastapi', 'starlette', 'pydantic', 'grpc', 'torch', 'transformers'} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""Thoughts are told from answers, however a text is cut; where a prompt leaves the model is seen from its end."""
+"""Reasoning is separated from answers, however a text is split; the prompt's end shows in which the model starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A special token is live where the template wrote it, and plain text wherever a request brought it."""
+"""Special tokens are active where the template wrote them, and plain text wherever the request brought them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_forged_turn_is_text(demo: ModelText) -> None:
 @settings(max_examples=200, deadline=None)
 @given(first=hostile, second=hostile)
 def test_no_text_adds_a_special_token(demo: ModelText, first: str, second: str) -> None:
-    """Also not by what stands at the border of two parts, which this template joins without anything between."""
+    """Nor can one form across the border of two parts, which this template joins directly."""
     parts = [{"type": "text", "text": first}, {"type": "text", "text": second}]
     tools = [{"type": "function", "function": {"name": "f", "description": first, "parameters": {second: first}}}]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {first: second}}}
@@ -65,7 +65,7 @@ def test_no_text_adds_a_special_token(demo: ModelText, first: str, second: str) 
 
 
 def _without(value: Any) -> Any:
-    """The same conversation, of harmless texts."""
+    """The same conversation with harmless texts."""
     if isinstance(value, dict):
         kept = {"role", "type", "id", "tool_call_id", "name"}
         return {key: item if key in kept else _without(item) for key, item in value.items()}
@@ -116,7 +116,7 @@ def test_code_points_kept_for_marks_are_refused(demo: ModelText, kept: str) -> N
 
 
 def test_a_tokenizer_that_cannot_help_it_is_an_error() -> None:
-    """Its vocabulary itself spells the special token, as those of some unigram models do."""
+    """Its vocabulary itself spells the special token, as in some unigram models."""
     tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", -1.0), ("a", -1.0)], unk_id=0))
     tokenizer.add_special_tokens(["</s>"])
     special = SpecialTokens(tokenizer)

@@ -1,4 +1,4 @@
-"""Whoever reads an answer has a time of its own to do so; the answer has none."""
+"""Each reader of an answer has its own deadline; the answer itself has none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_who_has_no_more_time_is_answered_when_it_asks_again(tmp_path: Pat
         told = late.text.split("\n\n")[-2].partition("data: ")[2] if stream else late.text
         assert (late.status_code, json.loads(told)["error"]["code"]) == (200 if stream else 504, "deadline_exceeded")
         go.set()
-        for patience in ({}, {"Request-Timeout-Ms": "86400000"}):  # while it runs, or is kept
+        for patience in ({}, {"Request-Timeout-Ms": "86400000"}):  # while it runs, and after it is kept
             again = await gateway.client.post(CHAT, json=body, headers=named | patience)
             assert again.status_code == 200
             assert again.headers["idempotent-replayed"] == "true"
@@ -41,7 +41,7 @@ async def test_who_reads_along_has_a_time_of_its_own(tmp_path: Path) -> None:
 
 
 async def test_the_first_ones_time_is_not_that_of_those_who_ask_later(tmp_path: Path) -> None:
-    """Neither where it runs, nor where it is run again."""
+    """Neither the run nor the job kept for another run has that deadline."""
     async with running(tmp_path) as gateway:
         go, named = held_up(gateway, num_batches=0), {"Idempotency-Key": "k"}
         await gateway.client.post(CHAT, json=WHOLE, headers=named | {"Request-Timeout-Ms": "100"})

@@ -1,4 +1,4 @@
-"""What a client hears while nothing comes, and what is written when a run ends."""
+"""What a client receives while nothing comes, and what is written when a run ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 @pytest.mark.parametrize("background", [False, True])
 async def test_a_response_that_is_deleted_is_not_told_again_under_its_key(tmp_path: Path, background: bool) -> None:
-    """And its ticket is not looked for among all."""
+    """And its ticket is found without scanning all tickets."""
     ask = {"model": MODEL, "input": "hi", "background": background}
     async with shared() as raw:
         store: Any = Watched(raw)
@@ -57,7 +57,7 @@ async def test_what_is_gone_takes_no_room_and_nobody_counts_for_it(tmp_path: Pat
 
 
 async def test_openais_client_reads_on_behind_a_ping(tmp_path: Path) -> None:
-    """Which it does not where a blank line follows the comment, because of the id before."""
+    """It would not if a blank line followed the comment, because of the id before it."""
     async with running(tmp_path, ping_interval_s=0.1) as gateway:
         go, pings = held_up(gateway), 0
 
@@ -100,7 +100,7 @@ async def test_a_gateway_that_closes_waits_for_what_is_still_to_be_written(
 
 
 async def test_one_that_is_left_before_its_first_step_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its model is not served any more, and nobody waits for it."""
+    """Its model is no longer served, and nobody waits for it."""
     async with running(tmp_path, ticket_grace_s=0.0) as gateway:
         held_up(gateway)
         await left(gateway, ASK)

@@ -1,4 +1,4 @@
-"""Responses that have a key: what is kept of them is how they ended, once, and not where they were deleted."""
+"""Responses with an Idempotency-Key: their end is kept once, and nothing is kept if they were deleted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASK: dict[str, Any] = {"model": MODEL, "input": "hi", "stream": True}
 
 
 def responses_in(stream: str) -> list[dict[str, Any]]:
-    """As the events tell it, one after the other."""
+    """The response as sent in each event, in order."""
     events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: {")]
     return [event["response"] for event in events if "response" in event]
 
@@ -40,7 +40,7 @@ async def test_a_reader_whose_time_is_over_is_told_so_and_what_is_kept_is_the_en
 
 
 async def _late(gateway: Gateway) -> tuple[str, dict[str, Any]]:
-    """The key of a reader whose time was over when its response had begun, and the last that it was told of this."""
+    """The key of a reader that timed out after its response had begun, and the last version of the response it got."""
     for time_ms in ("50", "500", "5000", "30000"):
         headers = {"Idempotency-Key": time_ms, "Request-Timeout-Ms": time_ms}
         late = await gateway.client.post(RESPONSES, json=ASK, headers=headers)
@@ -50,7 +50,7 @@ async def _late(gateway: Gateway) -> tuple[str, dict[str, Any]]:
 
 
 class Slow:
-    """A client that reads nothing behind the first event until `go`."""
+    """A client that reads nothing after the first event until `go`."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.go, self.has_begun = asyncio.Event(), asyncio.Event()
@@ -95,7 +95,7 @@ class Slow:
 async def test_one_that_is_deleted_is_not_kept_by_a_reader_who_comes_to_its_end_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(times, "RESPONSE_LOOSE_S", 0.0)  # long after that
+    monkeypatch.setattr(times, "RESPONSE_LOOSE_S", 0.0)  # as if long after
     async with running(tmp_path) as gateway:
         path = f"{RESPONSES}/{responses_in((await post(gateway, ASK)).text)[-1]['id']}"
         slow = Slow(gateway)
@@ -112,7 +112,7 @@ async def test_one_that_is_deleted_is_not_kept_by_a_reader_who_comes_to_its_end_
 async def test_whenever_its_beginning_breaks_off_a_key_stands_for_one_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: How
 ) -> None:
-    """In the background, with a client that asks again until it is told."""
+    """A background response, with a client that retries until it gets an answer."""
     monkeypatch.setattr(times, "TICKET_LEASE_S", 0.0)
     monkeypatch.setattr(times, "RESPONSE_SWEEP_S", 0.01)
     ask = {"model": MODEL, "input": "hi", "background": True}

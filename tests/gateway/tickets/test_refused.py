@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key that are refused, and what may be asked under the key after."""
+"""Refused requests with an Idempotency-Key, and what may be requested under the key afterwards."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def text_of(stream: str) -> str:
 
 
 def after(stream: str, last: str) -> str:
-    """What follows the event of this id."""
+    """What follows the event with this id."""
     return stream.partition(f"id: {last}\n")[2].partition("\n\n")[2]
 
 
@@ -80,7 +80,7 @@ def code_of(response: httpx.Response) -> tuple[int, str]:
 
 
 async def left(gateway: Gateway, body: dict[str, Any], key: str = "k") -> None:
-    """A client that asks, and leaves while the engine core is held up."""
+    """A client that sends a request, and disconnects while the engine core is held up."""
     gateway.engine.submitted.clear()
     asking = asyncio.create_task(post(gateway, body, key))
     await gateway.engine.submitted.wait()
@@ -141,7 +141,7 @@ async def test_another_gateway_makes_what_the_first_one_did_not_tell(tmp_path: P
         asking = asyncio.create_task(post(first, ASK))
         await first.engine.submitted.wait()
         await first.engine.generations[-1].waiting.wait()
-        response = await post(second, ASK)  # from the beginning, while the first one is at it
+        response = await post(second, ASK)  # from the beginning, while the first one runs it
         assert (response.headers["idempotent-replayed"], text_of(response.text)) == ("true", TEXT)
         one, other = (gateway.engine.generations[-1].record for gateway in (first, second))
         assert other.request_id != one.request_id, "an engine core that has both would refuse the second"
@@ -205,7 +205,7 @@ async def test_what_is_answered_elsewhere_and_is_no_stream_is_asked_for_later(tm
         go.set()
         answer = await asking
         while (again := await post(second, WHOLE)).status_code == 409:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # the first one is writing it down
+            await asyncio.sleep(0.01)  # the first one is writing the answer
         assert again.content == answer.content
         assert not second.engine.generations
 
@@ -259,7 +259,7 @@ async def test_it_ends_when_it_is_deleted_or_its_gateway_leaves(tmp_path: Path) 
 async def test_a_gateway_that_leaves_hands_over_what_its_reader_asks_for_elsewhere(
     tmp_path: Path, resumes: bool
 ) -> None:
-    """Nothing of it is computed again. Who would not ask elsewhere is served to the end."""
+    """Nothing is recomputed. A reader that would not resume elsewhere is served to the end."""
     lasting = {"store": f"sqlite://{tmp_path}/named-only"}
     async with shared() as store, running(tmp_path, store, **lasting) as first, running(tmp_path, store) as second:
         undisturbed = await post(second, ASK, key="other")
@@ -316,7 +316,7 @@ async def test_a_store_that_is_gone_stands_in_nobodys_way(tmp_path: Path, stream
 
 @pytest.mark.parametrize("fault", ["gone", "unreadable"])
 async def test_nothing_is_gone_on_with_from_its_beginning(tmp_path: Path, fault: str) -> None:
-    """Who has a part of a stream would have that part twice."""
+    """A client that has part of a stream would receive that part twice."""
     store = FlakyStore()
     async with running(tmp_path, kept_in=store) as gateway:
         last = ids_of((await post(gateway, ASK)).text)[2]
@@ -344,7 +344,7 @@ async def test_a_stream_that_nobody_knows_any_more_is_not_begun_for_who_has_a_pa
 async def test_a_store_that_loses_what_it_had_ends_no_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
-    """A ticket whose time is over looks the same."""
+    """An expired ticket looks the same."""
     monkeypatch.setattr(times, "TICKET_LEASE_S", 0.03)
     store = FlakyStore()
     async with running(tmp_path, kept_in=store) as gateway, running(tmp_path, kept_in=store) as other:
@@ -445,7 +445,7 @@ async def test_what_takes_most_makes_room_too(tmp_path: Path, monkeypatch: pytes
         assert [(await post(gateway, WHOLE, f"k{i}")).status_code for i in range(12)] == [200] * 12
         held = await KeptTickets(gateway.context.store, 1.0).held_by("")
         assert 1 <= held.number < 12
-        assert held.num_bytes < 2 * 4000  # an answer is counted when there is one more
+        assert held.num_bytes < 2 * 4000  # an answer is counted when the next one arrives
 
 
 async def test_what_is_not_answered_makes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,7 +532,7 @@ async def test_nothing_goes_on_with_what_other_weights_began(tmp_path: Path) -> 
 
 
 async def dropped_answers(store: Store) -> None:
-    """As if they had been too large to be kept; they are kept a little after they were told."""
+    """As if the answers had been too large to keep; they are stored shortly after they were sent."""
     tickets: list[Any] = [{}]
     while not all("answer" in ticket for ticket in tickets):
         await asyncio.sleep(0.01)

@@ -47,7 +47,7 @@ def test_blocks_are_widened_where_numbers_are_wanted(tmp_path: Path) -> None:
     with open_gguf(path) as checkpoint:
         found = checkpoint.get("model.embed_tokens.weight", torch.float32, CPU)
         assert np.array_equal(found.numpy().reshape(-1, 32), values)
-        assert torch.equal(checkpoint.get("lm_head.weight", torch.float32, CPU), found)  # read for it anew
+        assert torch.equal(checkpoint.get("lm_head.weight", torch.float32, CPU), found)  # read a second time
 
 
 def test_other_weights_are_another_model_and_the_same_the_same(tmp_path: Path) -> None:

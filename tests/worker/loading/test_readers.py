@@ -36,7 +36,7 @@ def runner_of(path: Path, **options: Any) -> ModelRunner:
 
 
 class Reads:
-    """Runs prompts through a runner, each whole in one chunk."""
+    """Runs prompts through a runner: several together, or one in chunks."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner

@@ -1,4 +1,4 @@
-"""Structural tags come to grammars that admit what they say and nothing else: tried over single bytes."""
+"""Structural tags become grammars that admit exactly what the tags say, tested with single-byte tokens."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ PIECES = st.recursive(
 
 
 def first_of(form: dict[str, Any]) -> str:
-    """One text that it admits."""
+    """A text that the form admits."""
     match form["type"]:
         case "const_string":
             return str(form["value"])
@@ -201,7 +201,7 @@ def first_of(form: dict[str, Any]) -> str:
 @settings(max_examples=60, deadline=None)
 @given(PIECES)
 def test_any_nesting_of_regular_pieces_is_exact(form: dict[str, Any]) -> None:
-    """They come to one terminal, so no piece swallows the next."""
+    """They are compiled to one terminal, so no piece swallows the next."""
     assert admits(structural_tag(StructuralTag.model_validate({"format": form}), {}), first_of(form))
 
 

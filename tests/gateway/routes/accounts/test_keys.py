@@ -1,4 +1,4 @@
-"""What keys may do, route by route, and how an admin makes them."""
+"""What keys may do, route by route, and how an admin creates them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GENERATING = {
 
 
 def places(app: App) -> list[tuple[str, str]]:
-    """Every method of every route, and some paths that are none."""
+    """Every method of every route, and some paths without a route."""
     found: list[tuple[str, str]] = []
     for route in app.routes():
         path = re.sub("{[^}]*}", "x", route.path)

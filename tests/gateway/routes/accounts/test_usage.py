@@ -1,4 +1,4 @@
-"""What keys used, as they and an admin are told; and how limits are told by the clients of both APIs."""
+"""The usage of keys, as shown to them and to an admin; and how clients of both APIs see their limits."""
 
 from __future__ import annotations
 

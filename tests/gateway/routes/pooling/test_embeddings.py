@@ -1,4 +1,4 @@
-"""Embeddings, pooling, classify and embed over HTTP: shapes, limits, and what is refused by name."""
+"""Embeddings, pooling, classify and embed over HTTP: response formats, limits, and refusals by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores and ranking: pairs for a model with a head, likeness for one that embeds, and each API's own shape."""
+"""Scores and ranking: pairs for a model with a head, similarity for one that embeds, in each API's own format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLS, SEP, A, B, C = 2, 3, 4, 5, 6
 
 
 def judge(root: Path, *scores: float, labels: int = 1) -> Gateway:
-    """A model with a head, whose pairs get these scores."""
+    """A model with a classification head, whose pairs get these scores."""
     named = {str(i): f"L{i}" for i in range(labels)}
     root = write_reader_dir(root, "BertForSequenceClassification", id2label=named)
     return Gateway(root, reads(*([score] for score in scores)))
@@ -71,7 +71,7 @@ async def test_a_model_that_embeds_scores_by_likeness_and_reads_each_text_once(t
 
 
 class Compared(str):
-    """Counts how often texts are held against one another."""
+    """Counts comparisons of texts."""
 
     __slots__ = ()
     times = 0
@@ -83,7 +83,7 @@ class Compared(str):
 
 
 async def test_texts_are_not_held_against_all_others(tmp_path: Path) -> None:
-    """Thousands of them would stall everybody, and that before anybody has counted them."""
+    """A quadratic comparison of thousands of texts would block the event loop, before their number is even checked."""
     ctx = Gateway(write_reader_dir(tmp_path), reads()).context
     scoring = Scoring(
         ctx, ctx.catalogue.model, NOBODY, Asked(param="documents", pooling=PoolingParams(output="classify"))
@@ -143,7 +143,7 @@ async def test_a_score_is_of_one_label(tmp_path: Path) -> None:
 
 
 def late(root: Path) -> Path:
-    """A model of late interaction: [MASK], [Q] and [D] are 14, 15 and 16."""
+    """A late-interaction model: [MASK], [Q] and [D] are 14, 15 and 16."""
     tokenizer = word_tokenizer()
     tokenizer.add_special_tokens([AddedToken(one, special=True) for one in ("[MASK]", "[unused0]", "[unused1]")])
     root = write_reader_dir(root, "HF_ColBERT", max_position_embeddings=32)

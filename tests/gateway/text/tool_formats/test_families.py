@@ -1,4 +1,4 @@
-"""Every family's text is read as its calls, whole or in pieces; its grammar writes what is read back as valid calls."""
+"""Every family's text is parsed into its calls, whole or in pieces; its grammar writes what parses as valid calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ J = json.dumps(ARGUMENTS, ensure_ascii=False)
 V = ARGUMENTS["s"]
 PY = "'é \"q\"\\n<b>'"
 
-# What a family writes for a call of add with ARGUMENTS and then one of go with none.
+# What a family writes for a call of add with ARGUMENTS, then one of go without any.
 GOLDEN = {
     "hermes": f'<tool_call>\n{{"name": "add", "arguments": {J}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "go", "arguments": {}}\n</tool_call>',
@@ -210,7 +210,7 @@ def test_text_around_calls_stays_and_arguments_stream(name: str) -> None:
 @settings(max_examples=few(20), deadline=None)
 @given(data=st.data())
 def test_it_does_not_matter_how_a_text_is_cut(name: str, data: st.DataObject) -> None:
-    """Also one that breaks off, that has text between its calls, or that is broken."""
+    """Even if it breaks off, has text between its calls, or is malformed."""
     golden = GOLDEN[name]
     words = [*(word for word in format_of(name).markers if word), "}", '"', "'", "\\", "\n", "é🙂", " ", "x"]
     noise = st.lists(st.sampled_from(words), max_size=3).map("".join)
@@ -245,7 +245,7 @@ def test_what_only_looks_like_a_call_is_text(name: str) -> None:
 
 
 def known_to(tool_format: ToolFormat, *, as_tokens: bool) -> Vocabulary:
-    """A tokenizer that has the format's markers as tokens of their own, or as ordinary ones."""
+    """A tokenizer in which the format's markers are added tokens, or ordinary ones."""
     markers = markers_in(tool_format.markers)
     if as_tokens:
         return vocabulary(markers)
@@ -272,7 +272,7 @@ def test_what_the_grammar_writes_are_valid_calls(name: str, as_tokens: bool) -> 
 
 @functools.cache
 def validator_of(name: str) -> Validator:
-    """jsonschema.validate would check the schema each time, which takes longer than all else here."""
+    """Cached, because jsonschema.validate would check the schema each time, which takes longer than all else here."""
     schema = {"add": SCHEMA, "go": {"type": "object"}}[name]
     kind = jsonschema.validators.validator_for(schema)
     kind.check_schema(schema)
@@ -291,7 +291,7 @@ def test_templates_are_recognised_by_their_marks() -> None:
     for tool_format in TOOL_FORMATS:
         found = recognised(f"{{{{ tools }}}} {' '.join(tool_format.marks)}")
         assert found is not None
-        if found is not tool_format:  # one that says more
+        if found is not tool_format:  # a more specific one
             assert set(found.marks) <= set(tool_format.marks)
     assert recognised("{{ tools }} in some other way") is None
 

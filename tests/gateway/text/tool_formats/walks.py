@@ -1,4 +1,4 @@
-"""What a grammar allows, sampled: a walk over the masks of a matcher, with a tokenizer of bytes and a few markers."""
+"""Samples of what a grammar allows: a walk over a matcher's masks, with a tokenizer of bytes and a few markers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Vocabulary(NamedTuple):
     texts: Sequence[bytes]
     markers: Mapping[str, int]
     end: int
-    wishes: Sequence[float]  # by token
+    wishes: Sequence[float]  # weight of each token
 
 
 def markers_in(texts: Sequence[str]) -> tuple[str, ...]:
-    """What a checkpoint would have as tokens of their own."""
+    """What a checkpoint would have as separate tokens."""
     return tuple(dict.fromkeys(marker for text in texts for marker in MARKER.findall(text)))
 
 
@@ -52,7 +52,7 @@ def vocabulary(markers: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> Vo
 
 
 def walk(grammar: str, known: Vocabulary, seed: int, max_tokens: int = 8000) -> str:
-    """A text that the grammar admits. Ends, once they are possible, are likely."""
+    """A text that the grammar admits. An end, once possible, is likely."""
     rng = random.Random(seed)
     matcher = LLMatcher(known.tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     assert not matcher.is_error(), matcher.get_error()

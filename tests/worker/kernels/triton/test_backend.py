@@ -34,7 +34,7 @@ from pagoda_worker.sampling.device_sampler import Chosen, GreedySampler
 from pagoda_worker.step.moving import SwapSpace
 
 NEEDS = Needs(dtype=torch.float16, head_dims=(32,))
-FEW_HEADS = replace(NEEDS, attention=(shape_of(3, 1, 32),))  # fewer than are checked where no model says how many
+FEW_HEADS = replace(NEEDS, attention=(shape_of(3, 1, 32),))  # fewer than the check uses if no model is given
 
 
 def test_it_serves_when_named_and_its_bits_have_a_name() -> None:

@@ -266,7 +266,7 @@ def test_what_it_cannot_serve_is_said(changes: dict[str, Any], words: str, monke
     ("changes", "words"),
     [
         ({}, "knows no attention sinks, which this model has"),
-        ({"swiglu_limit": 5.0}, "no attention sinks: choose attention=triton"),  # through transformers, which has some
+        ({"swiglu_limit": 5.0}, "no attention sinks: choose attention=triton"),  # transformers, also with sinks
     ],
 )
 def test_sinks_are_refused_where_they_are_met(
