@@ -220,7 +220,7 @@ def test_latents_as_whole_numbers_are_refused_where_sums_would_overflow(level: s
 
 
 class Thin(Rows):
-    """A size that tiles of the matrix unit do not support and that is laid out at run time; also used with int8."""
+    """A size that tiles of the matrix unit do not support and that is laid out in one pass; also used with int8."""
 
     rank, turns = 32, 16
 

@@ -89,7 +89,7 @@ def test_a_continuation_repeats_itself_where_the_text_ends(tokens: list[int], co
         assert continuation(array, distance, count).tolist() == text[len(tokens) :]
 
 
-# --- how many --------------------------------------------------------------------------------------------------------
+# --- the number of drafts --------------------------------------------------------------------------------------------
 
 
 def test_drafts_that_hold_make_more() -> None:

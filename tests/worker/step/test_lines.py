@@ -72,7 +72,7 @@ def device_runner(accelerator: FakeAccelerator) -> ModelRunner:
     return runner
 
 
-# --- what is asked of the accelerator ---------------------------------------------------------------------------------
+# --- uploads ----------------------------------------------------------------------------------------------------------
 
 
 def decoding(num_rows: int, prompt: int) -> tuple[FakeAccelerator, Driver]:
@@ -168,7 +168,7 @@ def test_a_replaced_block_is_sent_with_its_table() -> None:
     assert accelerator.uploads == [HEAD + TOKEN + 2 * CELL]
 
 
-# --- what the device has is what the host would have built ------------------------------------------------------------
+# --- the device's batch equals the host's -----------------------------------------------------------------------------
 
 
 def row_of(row_id: int, num_tokens: int, rng: random.Random, num_tables: int) -> Row:
@@ -267,7 +267,7 @@ def check(batch: Batch, truth: Batch, size: int) -> None:
     assert ((batch.token_ids >= 0) & (batch.token_ids < VOCAB)).all()
 
 
-# --- whole stories ----------------------------------------------------------------------------------------------------
+# --- whole runs -------------------------------------------------------------------------------------------------------
 
 MANNERS = [GREEDY, GREEDY, GREEDY, SamplingParams(temperature=0.9)]
 
@@ -301,7 +301,7 @@ def test_every_step_after_the_prefill_is_replayed(adapter: Adapter | None) -> No
     assert accelerator.replays == 8
 
 
-# --- doubt ------------------------------------------------------------------------------------------------------------
+# --- lines that are no longer valid -----------------------------------------------------------------------------------
 
 
 def continued(prompt: list[int], count: int) -> list[int]:

@@ -145,7 +145,7 @@ def test_the_draft_model_has_its_blocks_back_too() -> None:
     assert tokens + tokens_of(outputs) == plain(len(tokens + tokens_of(outputs)))
 
 
-# --- many rows, coming and going -------------------------------------------------------------------------------------
+# --- many rows, preempted and resumed --------------------------------------------------------------------------------
 
 
 class Swapping:
@@ -266,7 +266,7 @@ def test_a_swap_is_in_order_with_steps_that_are_not_answered_yet() -> None:
     assert last.outputs[0].token_ids == results[0].outputs[0].token_ids == plain(1)
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 class Failing(FakeOps):

@@ -220,7 +220,7 @@ def test_a_device_that_it_was_not_built_for_is_no_crash(monkeypatch: pytest.Monk
         load_flash(walking, NEEDS)
 
 
-# --- who is refused --------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_package_it_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
