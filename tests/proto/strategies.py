@@ -1,4 +1,4 @@
-"""Hypothesis strategies for every struct that crosses a process border: valid, and anywhere within the limits."""
+"""Hypothesis strategies for every struct that crosses a process boundary: valid, and anywhere within the limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pagoda_proto.steps import TopLogprobs
 
 U32 = st.integers(0, 2**32 - 1)
 COUNT = st.integers(0, 2**31 - 1)
-TOKENS = st.lists(U32, max_size=3)  # none, one, several: what is more takes only time to draw
+TOKENS = st.lists(U32, max_size=3)  # none, one, several; more would only take time to draw
 TOKEN_TUPLE = TOKENS.map(tuple)
 F32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
 F64 = st.floats(allow_nan=False, allow_infinity=False)

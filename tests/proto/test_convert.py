@@ -49,9 +49,9 @@ PAIRS = [
     (LedgerEntry, pb.LedgerEntry),
     (Load, pb.Load),
 ]
-STRANGE_ARM = bytes([15 << 3 | 2, 0])  # an empty message in a field that no message here has
+STRANGE_ARM = bytes([15 << 3 | 2, 0])  # an empty message in a field that no message has
 TEXT_ONLY = {"stop", "include_stop_str_in_output", "skip_special_tokens"}  # never leave the text side
-ARMS = {"task": Generate | Pool, "result": Tokens | Pooled}  # by the oneof, which is one field on our side
+ARMS = {"task": Generate | Pool, "result": Tokens | Pooled}  # by oneof, which is one field of our struct
 
 
 @pytest.mark.parametrize(("struct", "message"), PAIRS, ids=[struct.__name__ for struct, _ in PAIRS])
@@ -66,7 +66,7 @@ def test_every_field_exists_on_both_sides(struct: type[msgspec.Struct], message:
 
 
 def _own_oneof(field: FieldDescriptor) -> OneofDescriptor | None:
-    """Not the one that protoc makes up for an optional field."""
+    """The field's oneof, unless it is the synthetic one that protoc adds for an optional field."""
     oneof = field.containing_oneof
     return None if oneof is None or oneof.name.startswith("_") else oneof
 
@@ -154,7 +154,7 @@ def test_the_committed_code_was_generated_from_the_committed_proto(tmp_path, pyt
 
 
 def _without_json_names(file: descriptor_pb2.FileDescriptorProto) -> descriptor_pb2.FileDescriptorProto:
-    """json_name is filled in by some ways to obtain a descriptor only; it follows from the field's name."""
+    """Only some ways to obtain a descriptor fill in json_name, which follows from the field's name."""
 
     def clear(message: descriptor_pb2.DescriptorProto) -> None:
         for field in message.field:

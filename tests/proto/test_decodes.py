@@ -1,4 +1,4 @@
-"""What is not said must be what would have been said: lists of changes against lists of chunks."""
+"""Lists of changes mean exactly the chunks that they leave out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagoda_proto.decodes import DecodeList, DecodesDiffer, changes, packed
 from pagoda_proto.steps import NO_TOKEN, Chunk, Decodes, RowOutput, StepPlan, TopLogprobs
 
 ROWS = st.sets(st.integers(0, 30), max_size=12)
-"""Rows that decode in a step. The order is that of the ids, as a policy's order is fixed."""
+"""Rows that decode in a step. They are ordered by id, because a policy's order is fixed."""
 
 
 @given(steps=st.lists(ROWS, max_size=12), jumps=st.lists(st.integers(2, 5), min_size=400, max_size=400))
@@ -39,7 +39,7 @@ def test_rows_that_go_on_are_not_named() -> None:
 
 
 def decode_list() -> DecodeList:
-    """Rows 4 and 6, which go on at 11 and 31."""
+    """Rows 4 and 6, which continue at positions 11 and 31."""
     rows = DecodeList()
     rows.chunks(StepPlan(step=1, decodes=changes([], [4, 6], [10, 30])))
     return rows

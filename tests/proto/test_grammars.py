@@ -1,4 +1,4 @@
-"""What the builders write is what llguidance reads: tried over single bytes, with Python's own idea as the oracle."""
+"""llguidance reads grammars as the builders mean them: tested over single bytes, with Python's own idea as oracle."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_an_expression_means_what_it_means_elsewhere(parts: list[str]) -> None:
         ('{"a": [1, 2], "b": null}', True),
         ('{"a":[1,2],"b":null}', True),
         ('{\n  "a": [\n    1,\n    2\n  ],\n\t"b": null\n}', True),
-        ('{"b": null, "a": [1, 2]}', False),  # in the schema's order
-        ('{"a":  [1, 2], "b": null}', False),  # white space has an end
+        ('{"b": null, "a": [1, 2]}', False),  # not in the schema's order
+        ('{"a":  [1, 2], "b": null}', False),  # too much white space
         ('{"a": [1, 2], "b": null} ', False),
     ],
 )
@@ -68,7 +68,7 @@ def test_any_object_is_an_object() -> None:
 
 
 def test_a_format_that_json_schema_does_not_know_is_a_note() -> None:
-    """Pydantic's paths, OpenAPI's numbers: JSON Schema holds nobody to them; what it defines stays."""
+    """JSON Schema enforces neither Pydantic's paths nor OpenAPI's numbers; the formats that it defines stay."""
     schema = {
         "format": "path",
         "properties": {"format": {"type": "string", "format": "uuid"}, "b": {"format": "int64"}},
@@ -90,7 +90,7 @@ def test_a_format_that_json_schema_does_not_know_is_a_note() -> None:
 
 @pytest.mark.parametrize("keyword", sorted(grammars.UNSUPPORTED))
 def test_keywords_that_are_called_unsupported_are(keyword: str) -> None:
-    """Each makes a grammar fail by its name; what belongs to another keyword is told with that."""
+    """Each makes a grammar fail, and the error names it; a keyword that belongs to another is reported with that."""
     value: object = {"minContains": 1, "maxContains": 1, "uniqueItems": True}.get(keyword, {})
     failed, told = LLMatcher.validate_grammar_with_warnings(grammars.json_schema({keyword: value}))
     assert failed

@@ -1,4 +1,4 @@
-"""When certificates begin and end is read off their files, and keys of another time are refused."""
+"""The validity period of certificates is read from their files, and keys outside their period are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = ec.generate_private_key(ec.SECP256R1())
 
 
 def signed(begin: datetime, end: datetime, names: int = 1) -> bytes:
-    """PEM of a certificate that signs itself; many names make a long one."""
+    """PEM of a self-signed certificate; many names make it long."""
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "ca")])
     alternatives = x509.SubjectAlternativeName([x509.DNSName(f"name-{number}") for number in range(names)])
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(KEY.public_key())

@@ -1,4 +1,4 @@
-"""An option's rule: said with the field, held by every config that is built."""
+"""An option's rule is declared with its field and enforced for every config that is built."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ MODEL = ModelLimits(vocab_size=100, max_model_len=32)
 
 
 def faulty(**fields: Any) -> list[str]:
-    """Names of the fields that are complained about."""
+    """Names of the fields that the error complains about."""
     try:
         SamplingParams(**fields)
     except InvalidParams as error:
@@ -130,7 +130,7 @@ class Warm(float):
 
 
 class Array:
-    """As those of numpy and torch are looked at, which have no place here."""
+    """Stands in for arrays of numpy and torch, which have no place here."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

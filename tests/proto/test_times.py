@@ -1,4 +1,4 @@
-"""The ladder: whoever waits waits longer than what it waits for can take."""
+"""The ladder of timeouts: each lasts longer than what it waits for can take."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_who_works_on_a_batch_is_heard_several_times_before_another_takes_it_ove
 def test_who_runs_a_response_says_so_several_times_before_another_takes_it_over() -> None:
     assert times.RESPONSE_LEASE_S / 3 + times.STALL_S < times.STORE_CALL_S + times.STALL_S < times.RESPONSE_LEASE_S
     assert times.RESPONSE_SWEEP_S < times.RESPONSE_LEASE_S < times.RESUME_WAIT_S
-    assert 20 * times.STORE_CALL_S < times.RESPONSE_LOOSE_S  # what is still being written is left alone
+    assert 20 * times.STORE_CALL_S < times.RESPONSE_LOOSE_S  # a response still being written is kept
 
 
 def test_who_runs_a_ticket_says_so_several_times_and_outlives_its_client_for_as_long_as_that_looks_for_it() -> None:

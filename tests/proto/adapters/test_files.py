@@ -1,4 +1,4 @@
-"""Files of strangers: bounded before they are read, and never outside of where they may lie."""
+"""Untrusted adapter files: their sizes are bounded before they are read, and they never lie outside allowed places."""
 
 from __future__ import annotations
 

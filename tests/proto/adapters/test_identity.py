@@ -1,4 +1,4 @@
-"""An adapter is its content: what is the same has one digest, whatever it is called, and whatever else has another."""
+"""An adapter is identified by its content: equal content has one digest, whatever its name; other content another."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_what_is_joined_is_parted_in_the_same_order(sizes: list[int], small: int
     messages = list(joined(frames, TOGETHER_SINCE))
     assert all(len(message.more) < MOST_TOGETHER for message in messages)
     assert all(not message.more or message.ByteSize() < MOST_BYTES + 16 * MOST_TOGETHER for message in messages)
-    for one, then in itertools.pairwise(messages):  # as few as may be
+    for one, then in itertools.pairwise(messages):  # as few messages as possible
         together = one.ByteSize() + then.abort.ByteSize()
         assert len(one.more) + 1 == MOST_TOGETHER or together > MOST_BYTES
     alone = [pb.ClientFrame(abort=frame.abort) for message in messages for frame in parted(message)]

@@ -34,7 +34,7 @@ def test_values_and_places(tmp_path: Path, version: int) -> None:
     assert found.keys == PAIRS.keys()
     assert (found.take("general.architecture", str), found.take("a.count", int)) == ("llama", 7)
     assert (found.take("a.below", int), found.take("a.is", bool)) == (-3, True)
-    assert found.take("a.share", float) == 0.1  # as somebody wrote it, not as four bytes have it
+    assert found.take("a.share", float) == 0.1  # as written, not as float32 has it
     assert found.take("a.count", float) == 7.0
     assert found.items("a.words", str) == ["one", "", "drei"]
     assert found.items("a.numbers", int) == [1, 2, 3]
@@ -159,7 +159,7 @@ def test_a_file_that_becomes_shorter_is_refused(tmp_path: Path) -> None:
 
 
 def parts(path: Path, count: int = 3) -> list[Path]:
-    """A set whose first part has the metadata, and each a tensor."""
+    """A split file: the first part has the metadata, and each part has a tensor."""
     paths = [path / f"m-{index:05}-of-{count:05}.gguf" for index in range(1, count + 1)]
     for index, one in enumerate(paths):
         split = {"split.no": index, "split.count": count, "split.tensors.count": count}

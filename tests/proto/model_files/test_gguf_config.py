@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model is what config.json says of it, by the spec that comes of both."""
+"""A GGUF file and a config.json describe a model alike: the same spec results from both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
 
 
 def written(config: dict[str, Any], path: Path) -> Path:
-    """A published config.json as pairs, over tensors that are there by name only."""
+    """A GGUF file with a published config.json as pairs, and with tensors that are mere placeholders."""
     arch = ARCHITECTURES[config["architectures"][0]]
     scaling = config.get("rope_scaling") or {}
     said = {
@@ -43,7 +43,7 @@ def written(config: dict[str, Any], path: Path) -> Path:
 
 @pytest.mark.parametrize("name", [name for name, config in PUBLISHED.items() if not config.get("rope_scaling")])
 def test_published_models_have_the_spec_of_their_config(name: str, tmp_path: Path) -> None:
-    """But for what Llama 3 says of rope, which a file has as a tensor."""
+    """Except Llama 3's rope scaling, which a GGUF file has as a tensor."""
     config = PUBLISHED[name]
     ours = config_of(read_gguf(written(config, tmp_path / "m.gguf")))
     assert native_spec(ours["architectures"][0], ours) == native_spec(config["architectures"][0], config)
@@ -62,7 +62,7 @@ def test_the_bundled_model_says_what_its_config_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("Q4_0", "bfloat16")])
 def test_dtypes(kind: str, dtype: str, tmp_path: Path) -> None:
-    """Whole numbers name none. Where the embedding is made of them, it is read for the output matrix anew."""
+    """Quantised weights determine no dtype. A quantised embedding is read again for the output matrix."""
     ours = config_of(read_gguf(write_demo(tmp_path / "m.gguf", kind)))
     assert ours["torch_dtype"] == dtype
     assert ours["tie_word_embeddings"] == (kind != "Q4_0")
@@ -75,7 +75,7 @@ def opened(changes: dict[str, Any], path: Path, tensors: dict[str, Stored] | Non
 
 
 def test_gpt_oss_without_scaling_has_none(tmp_path: Path) -> None:
-    """Though in a config.json that says nothing it is yarn."""
+    """In a config.json that says nothing about scaling it would be yarn."""
     said = {key.removeprefix("llama."): value for key, value in demo_pairs().items() if key.startswith("llama.")} | {
         "attention.sliding_window": 128, "attention.key_length": 64, "expert_count": 4, "expert_used_count": 2,
         "expert_feed_forward_length": 32,
@@ -142,7 +142,7 @@ def test_a_granite_that_does_not_turn_is_refused(tmp_path: Path) -> None:
 
 
 def test_layers_that_slide_turn_by_no_base_of_their_own(tmp_path: Path) -> None:
-    """Of Olmo 3. Gemma 3's do."""
+    """This holds for Olmo 3; Gemma 3's sliding layers have their own base."""
     said = {name.replace("llama.", "olmo2."): value for name, value in demo_pairs().items()}
     windows = {"attention.sliding_window": 64, "attention.sliding_window_pattern": [True] * 5}
     said |= {"general.architecture": "olmo2"} | {f"olmo2.{name}": value for name, value in windows.items()}

@@ -1,4 +1,4 @@
-"""A tokenizer that went into a GGUF file and came out again gives the same ids as before."""
+"""A tokenizer written to a GGUF file and read back gives the same ids as before."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def made(gguf: Gguf) -> Tokenizer:
 
 @pytest.fixture(scope="module", params=WORDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
-    """A byte-level tokenizer, and what came out of the file."""
+    """A byte-level tokenizer, and the one read back from the file."""
     original = byte_level(request.param)
     pairs = exported(original, **{"tokenizer.ggml.pre": request.param, "tokenizer.ggml.add_bos_token": False})
     return original, made(opened(pairs, tmp_path_factory.mktemp("gguf")))
@@ -151,7 +151,7 @@ def test_each_name_is_tried_or_another_name_of_one_that_is() -> None:
 
 @cache
 def sentencepiece(prefixed: bool) -> tuple[Tokenizer, dict[str, Any]]:
-    """A tokenizer as transformers makes it of a SentencePiece model, and that model's pieces and scores as pairs."""
+    """A tokenizer as transformers makes it from a SentencePiece model, and that model's pieces and scores as pairs."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained.train_from_iterator(SAMPLE, trainers.BpeTrainer(vocab_size=300, show_progress=False))
@@ -184,12 +184,12 @@ def pieces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_sentencepiece_ids_are_those_of_the_original(pieces: tuple[Tokenizer, Tokenizer], text: str) -> None:
     original, ours = pieces
     ids = original.encode(text).ids
-    assert ours.encode(text).ids == [1, *ids]  # which such models begin with, unless a file says otherwise
+    assert ours.encode(text).ids == [1, *ids]  # BOS comes first, unless the file says otherwise
     assert ours.decode(ids) == original.decode(ids)
 
 
 def test_phi_3_leaves_out_what_is_white_behind_special_tokens(tmp_path: Path) -> None:
-    """But for a few; other models leave out nothing."""
+    """Except behind a few of them; other models leave out nothing."""
     _, pairs = sentencepiece(True)
 
     def ids(arch: str, text: str) -> list[int]:
@@ -201,7 +201,7 @@ def test_phi_3_leaves_out_what_is_white_behind_special_tokens(tmp_path: Path) ->
 
 
 def test_no_text_makes_a_control_token(tmp_path: Path) -> None:
-    """Though their pieces could be joined to one."""
+    """Even if its pieces could be merged into one."""
     _, pairs = sentencepiece(True)
     tokens = [*pairs["tokenizer.ggml.tokens"], "<", "s", "<s", "s>"]
     tokens = list(dict.fromkeys(tokens))
@@ -215,7 +215,7 @@ def test_no_text_makes_a_control_token(tmp_path: Path) -> None:
 
 
 def test_pieces_that_would_take_long_to_split_are_refused(tmp_path: Path) -> None:
-    """Hours, of a file of a few megabytes."""
+    """A file of a few megabytes could take hours."""
     _, pairs = sentencepiece(True)
     new = {f"tokenizer.ggml.{name}": [*pairs[f"tokenizer.ggml.{name}"], last] for name, last in
            (("tokens", "a" * 40_000), ("scores", 0.0), ("token_type", 1))}  # fmt: skip
@@ -248,14 +248,14 @@ def test_all_ends_of_an_answer_are_known(tmp_path: Path) -> None:
 
 
 def test_where_an_answer_comes_in_parts_their_ends_do_not_end_it(tmp_path: Path) -> None:
-    """As that of gpt-oss, whatever the file names."""
+    """As in gpt-oss, whatever end tokens the file names."""
     tokens = ["a", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"]
     pairs = demo_pairs() | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 3, 3, 3, 3]}
     pairs |= {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 1}
     assert end_ids(opened(pairs, tmp_path)) == [2, 3, 4]
     assert end_ids(opened(pairs | {"tokenizer.ggml.tokens": ["a", "<|end|>", "b", "c", "d"]}, tmp_path)) == [2, 1]
     plain = {"tokenizer.ggml.token_type": [1] * 5, "tokenizer.ggml.eos_token_id": 1}
-    assert end_ids(opened(pairs | plain, tmp_path)) == [1]  # whose tokens of these names are plain text
+    assert end_ids(opened(pairs | plain, tmp_path)) == [1]  # here tokens of these names are plain text
 
 
 def test_what_stands_beside_the_tokenizer(tmp_path: Path) -> None:

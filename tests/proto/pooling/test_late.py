@@ -1,4 +1,4 @@
-"""Late interaction is found in a checkpoint's files, with what they say of it, and nothing else is taken for it."""
+"""Late interaction and its settings are recognised in a checkpoint's files, and nothing else is mistaken for it."""
 
 from __future__ import annotations
 
