@@ -46,8 +46,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Run:
-    """One attempt of one request on one session. `begun` comes from the resume, or else describes this engine core
-    now."""
+    """One attempt of one request on one session. `begun` is from the resume, or else this engine core's own."""
 
     def __init__(self, record: RequestRecord, submit: pb.Submit, begun: Begun) -> None:
         self.record = record

@@ -1,5 +1,4 @@
-"""Names of adapters: records carry what they mean, HTTP loads and unloads them, and a key can hide them from a
-caller."""
+"""Adapter names: records carry what they mean, HTTP loads and unloads them, and keys restrict who may use them."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ REMOTE_CODE = "trust_remote_code"
 
 
 def may_say(text: str, words: Iterable[str]) -> bool:
-    """Python normalises identifiers to NFKC: if the normalised text has none of the words, no identifier is one of
-    them."""
+    """Python normalises identifiers to NFKC: if that form has none of the words, no identifier is one of them."""
     plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
     return any(word in plain for word in words)
 

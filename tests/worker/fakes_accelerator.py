@@ -119,8 +119,7 @@ class Recorder(TorchDispatchMode):
         return Lent(value) if lent and value.numel() else value
 
     def replay(self) -> None:
-        """Run the operations again and copy results into the recording's tensors, except for views and operands in
-        place."""
+        """Run the operations again, copying results into the recording's tensors; views and operands are in place."""
         for func, held, out in self._calls:
             args, kwargs = tree_map(_found, held)
             operands = {_address(x) for x in _tensors((args, kwargs))}

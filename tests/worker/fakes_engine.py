@@ -101,8 +101,7 @@ class Engine:
         return row_id
 
     def _enter(self, one: Choice, plan: StepPlan) -> NewRow:
-        """Start a row, with the blocks of a choice of the same prompt if one has computed it; the last of them is
-        copied."""
+        """Start a row, with the blocks of a choice of the same prompt if one has computed it; copy the last of them."""
         one.row_id, self._next_row = self._next_row, self._next_row + 1
         tokens = one.prompt + one.tokens
         one.known, one.computed = len(tokens), 0

@@ -1,5 +1,4 @@
-"""Wherever a stream breaks off, and however its tokens are split the next time, the events after its last id are
-exactly the missing ones."""
+"""Wherever a stream breaks off and however its tokens are split next time, the rest follows its last id exactly."""
 
 from __future__ import annotations
 

@@ -134,8 +134,7 @@ async def test_a_prompt_does_not_go_to_another_vocabulary(bench: Bench) -> None:
 
 
 async def test_other_numerics_are_waited_out(bench: Bench) -> None:
-    """The engine core is up; a worker with the old numerics may still join, even after the wait for an engine core is
-    over."""
+    """The engine core is up; a worker with the old numerics may join even later than an engine core is waited for."""
     generation = bench.open()
     bench.tokens(generation, 5)
     bench.lose()
@@ -399,8 +398,7 @@ class Story:
                 self._to_one(generation, event, core)
 
     def _to_one(self, generation: PooledGeneration, event: str, core: Core) -> None:
-        """An engine core speaks only about attempts sent to it; if the request has moved since, this must have no
-        effect."""
+        """An engine core speaks only about attempts sent to it, even where the request has since moved."""
         request = generation.request
         name = request.record.request_id
         attempts = [attempt for (of, attempt), place in self.bench.place.items() if of == name and place is core]

@@ -1,5 +1,4 @@
-"""In any interval, a bucket gives no more than its capacity and what flows in, and states correctly how long to
-wait."""
+"""In any interval a bucket gives no more than its capacity plus the inflow, and tells correctly how long to wait."""
 
 from __future__ import annotations
 

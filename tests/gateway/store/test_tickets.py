@@ -137,8 +137,7 @@ async def test_another_request_under_the_same_key_is_not_deleted_for_the_one_bef
 
 
 async def test_a_ticket_that_is_written_twice_keeps_its_job() -> None:
-    """As when two gateways that run it write it after the store has lost everything; but not for a different
-    request."""
+    """As when two gateways running it write it after the store lost everything; but not another request's job."""
     async with shared() as kept:
         found = await begun(kept)
         with pytest.raises(Conflict):
@@ -221,8 +220,7 @@ class Turns:
 
 
 async def run(kept: KeptTickets, who: str) -> None:
-    """Run as a gateway that finds the ticket: it writes to it only on a takeover, not when it began it or runs it
-    again."""
+    """As a gateway that finds the ticket: it writes to it only on a takeover, not when it runs its own again."""
     if (found := await kept.find(NAME, OWNER)) is None:
         return
     if not found.ticket.answered:

@@ -165,8 +165,7 @@ def test_sec_18_no_template_runs_for_ever() -> None:
 
 @pytest.mark.parametrize("source", ENDLESS)
 def test_sec_18_whatever_repeats_in_a_template_pays(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A low limit on steps is enough to see that each kind of repetition is counted and does not run until the time
-    limit."""
+    """A low limit on steps is enough to see that each kind of repetition is counted before time is up."""
     monkeypatch.setattr(chat, "MAX_STEPS", 10_000)
     with pytest.raises(PagodaError, match="takes too long"):
         ChatTemplate(source, {}).render(MESSAGES)

@@ -1,5 +1,4 @@
-"""Rotary embedding: the angles of every scaling against transformers' own functions, and which dimensions are
-paired."""
+"""Rotary embedding: the angles of every scaling against transformers' functions, and which dimensions are paired."""
 
 from __future__ import annotations
 

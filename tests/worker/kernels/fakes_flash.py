@@ -1,8 +1,7 @@
-"""A fake of flash-attention as its documentation describes it, in plain torch: the parts that our calls rely on, and
-the ones that they must avoid.
+"""A fake of flash-attention in plain torch, as documented: what our calls rely on, and what they must avoid.
 
-It computes one token at a time, so a token's bits do not depend on the batch, except where the real kernels would not
-guarantee this either: told that no row has more than one new token, or free to choose, they split keys by batch size.
+It computes one token at a time, so a token's bits do not depend on the batch, except where the real kernels give no
+such guarantee: told that no row has more than one new token, or free to choose, they split keys by batch size.
 """
 
 from __future__ import annotations

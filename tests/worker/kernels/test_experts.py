@@ -191,8 +191,7 @@ def test_biases_and_clamped_gates(backend: tuple[str, torch.dtype], tokens: int)
 
 @pytest.mark.parametrize("level", levels())
 def test_experts_of_floats_of_four_bits(level: str) -> None:
-    """MXFP4 experts are computed as stored: close to the reference for all scales, each token independent of the
-    batch."""
+    """MXFP4 experts are computed as stored: close to the reference for all scales, independent of the batch."""
     generator = torch.Generator().manual_seed(10)
 
     def floats(n: int, k: int) -> QuantizedWeight:

@@ -49,8 +49,7 @@ def shape_of(dtype: torch.dtype, planes: int, quantized: bool = False) -> KVShap
 
 
 class Rows:
-    """Rows of (new tokens, context) whose queries and latents are drawn once, so that every back end computes the
-    same."""
+    """Rows of (new tokens, context) whose queries and latents are drawn once, for all back ends."""
 
     rank, turns = RANK, TURNS
 
@@ -163,8 +162,7 @@ def same_back(ops: Ops, dtype: torch.dtype, count: int | None) -> None:
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("ops", [AtenOps(CPU), reference], ids=lambda ops: ops.name)
 def test_a_line_is_kept_once(ops: Ops, quantized: bool) -> None:
-    """With one plane the cache keeps the rotated key that two planes also keep, and takes the stated number of
-    bytes."""
+    """One plane holds the rotated key that two planes also hold, and takes the stated number of bytes."""
     rows = Rows(torch.float32, [(20, 20)])
     batch = batch_of_spans([(0, 20)], torch.arange(2, dtype=torch.int32)[None])
     caches = []

@@ -1,5 +1,4 @@
-"""LoRA terms that adapters add to linear layers, per operation: close to float64, and zero for tokens without
-adapter."""
+"""LoRA terms added to linear layers, per operation: close to float64, and zero for tokens without an adapter."""
 
 from __future__ import annotations
 

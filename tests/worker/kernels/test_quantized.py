@@ -1,5 +1,4 @@
-"""What quantised weights mean, in numbers that can be checked by eye, and how far they are from the original
-weights."""
+"""What quantised weights mean, in numbers to check by eye, and how far they are from the original weights."""
 
 from __future__ import annotations
 

@@ -174,8 +174,7 @@ MANNERS: list[dict[str, Any]] = [
 
 @cache
 def of_any_size(size: int) -> tuple[list[Row], np.ndarray, list[set[int]]]:
-    """Rows with all kinds of parameters, their logits, and the acceptable tokens of each: computed once for all
-    levels."""
+    """Rows with all kinds of parameters, their logits, and their acceptable tokens: computed once for all levels."""
     made = [(kind, manner) for kind in ("normal", "peaked", "ties") for manner in MANNERS]
     rows = [row([], prompt=[0], seed=size + i, **manner) for i, (_, manner) in enumerate(made)]
     logits = np.stack([some_logits(kind, size, size + i) for i, (kind, _) in enumerate(made)])

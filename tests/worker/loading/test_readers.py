@@ -301,8 +301,7 @@ GEMMA = {
 
 
 def save_gemma(path: Path) -> Any:
-    """A model like EmbeddingGemma. transformers halves the window when it reads a file, so the file needs the full
-    one."""
+    """A model like EmbeddingGemma. transformers halves the window when it reads a file, so the file has it whole."""
     torch.manual_seed(0)
     config = transformers.Gemma3TextConfig(**GEMMA, use_bidirectional_attention=True)
     model = transformers.Gemma3TextModel(config).eval()

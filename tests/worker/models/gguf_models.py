@@ -64,8 +64,7 @@ def write_gguf(
 ) -> Path:
     """Write the safetensors checkpoint of a transformers `config` as a GGUF file of architecture `arch`.
 
-    `pairs`, whose keys lack the architecture's name, and `tensors` replace or extend the generated ones; None removes
-    one.
+    `pairs` (keys without the architecture's name) and `tensors` replace or extend the generated ones; None removes.
     """
     held = {name: one for name, one in (_tensors(directory, config, arch, kind) | dict(tensors)).items() if one}
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)

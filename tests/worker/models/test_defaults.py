@@ -58,8 +58,7 @@ def outcome(architecture: str, fields: dict[str, Any]) -> DecoderSpec | str:
 
 
 def assert_completed(architecture: str, fields: dict[str, Any]) -> None:
-    """It is read as transformers' class completes it; or it is refused for a missing field, and transformers runs
-    it."""
+    """It is read as transformers' class completes it; or refused for a missing field, and transformers runs it."""
     ours = outcome(architecture, fields)
     if isinstance(ours, str) and ours.endswith(("is missing", "is not set")):
         return

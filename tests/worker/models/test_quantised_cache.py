@@ -1,5 +1,4 @@
-"""Whole models with int8 keys and values: bits independent of the batch, and close to the model with a bfloat16
-cache."""
+"""Whole models with int8 keys and values: bits independent of the batch, and close to those with a bfloat16 cache."""
 
 from __future__ import annotations
 

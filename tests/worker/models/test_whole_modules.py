@@ -1,5 +1,4 @@
-"""Adapters that replace norms, embedding and head, or adapt the ends: same results as merged weights, other rows
-unaffected."""
+"""Adapters that replace norms, embedding and head, or adapt these ends: as merged weights, other rows unaffected."""
 
 from __future__ import annotations
 

@@ -192,8 +192,7 @@ def test_operations_that_cannot_be_recorded_are_launched_one_by_one() -> None:
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_a_draft_model_on_a_device(enforce_eager: bool) -> None:
-    """It shares the memory, and its drafts are all accepted, since it is the model itself; also after replayed
-    steps."""
+    """It shares the memory; its drafts are all accepted, since it is the model itself, also after replayed steps."""
     draft = loaded_by(CapturableOps(CPU))
     bytes_per_block = 2 * draft.kv_groups[0].bytes_per_block(BLOCK)
     device = Device(free=20 * bytes_per_block, total=20 * bytes_per_block, bytes_per_step=500)

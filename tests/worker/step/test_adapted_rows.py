@@ -1,5 +1,4 @@
-"""Rows and their adapters: an adapter that cannot be loaded ends the row that asks; a row keeps its slot while it
-runs."""
+"""Rows and adapters: an adapter that cannot be loaded ends the row that asks; a row keeps its slot while it runs."""
 
 from __future__ import annotations
 

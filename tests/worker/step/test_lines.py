@@ -110,8 +110,7 @@ def test_two_steps_in_flight_send_no_more() -> None:
 
 
 def test_a_row_that_leaves_costs_the_others_nothing() -> None:
-    """The last row moves to its line, with its state, table and token; lines beyond the step's size stay as they
-    are."""
+    """The last row moves to its line, with state, table and token; lines beyond the step's size stay as they are."""
     accelerator, driver = decoding(5, prompt=4)
     driver.run([])
     accelerator.uploads.clear()

@@ -62,8 +62,7 @@ RUNNERS: dict[str, Callable[[], ModelRunner]] = {
 
 
 def decode(runner: ModelRunner, step: int, row_id: int, start: int, count: int) -> list[RowOutput]:
-    """Run `count` decode steps of one row from token `start` on; its blocks are allocated, and the first plan is
-    `step`."""
+    """Run `count` decode steps of one row from token `start` on, in blocks that it has; the first plan is `step`."""
     plans = (StepPlan(step=step + i, chunks=[Chunk(row_id, start + i, 1, True)]) for i in range(count))
     results = [runner.execute(plan) for plan in plans]
     assert [result.errors for result in results] == [[]] * count

@@ -1,5 +1,4 @@
-"""How rows that are read whole are laid out in a step: parts in their own blocks, unseen tokens over a shorter
-context."""
+"""How rows that are read whole lie in a step: parts in their own blocks, unseen tokens over a shorter context."""
 
 from __future__ import annotations
 

@@ -87,8 +87,7 @@ def test_tokens_that_the_host_chooses_are_chosen_before_the_next_launch(params: 
 
 
 def test_a_row_may_turn_from_the_device_to_the_host_and_back() -> None:
-    """The host samples row 1, so it samples whole steps that contain it; row 0 continues with the same tokens
-    throughout."""
+    """The host samples row 1, and so whole steps with it; row 0 continues with the same tokens throughout."""
     runner = fake_runner(accelerator=FakeAccelerator())
     plans = [
         first([5, 6, 7]),

@@ -1,5 +1,4 @@
-"""The option `quantization`: which matrices of a plain checkpoint it quantises, to what, and what is logged about
-it."""
+"""The option `quantization`: which matrices of a plain checkpoint it quantises, to what, and what it logs."""
 
 from __future__ import annotations
 

@@ -27,10 +27,9 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_device() -> Iterator[None]:
-    """Silence numpy: kernels divide by zero and overflow in lanes whose results are unused, and a device does not warn.
+    """Silence numpy: kernels divide by zero and overflow in unused lanes, and a device does not warn.
 
-    What is left to torch is little work: threads would spin more than compute, slowing the other processes of a test
-    run.
+    Little work is left to torch: beside other processes, its threads would spin more than compute.
     """
     torch.manual_seed(1)
     threads = torch.get_num_threads()

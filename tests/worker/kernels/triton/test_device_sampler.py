@@ -1,5 +1,4 @@
-"""The device sampler keeps one line per row: its lines are right whatever happens to rows, and a runner that samples on
-the device gives the same results as one that samples on the host."""
+"""The device sampler's lines stay right whatever happens to rows; a runner that uses it answers as one on the host."""
 
 from __future__ import annotations
 
@@ -348,8 +347,7 @@ def undisturbed(prompt: list[int], manner: dict[str, Any], choice: int, count: i
 @settings(max_examples=4, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_a_runner_answers_as_by_the_host(seed: int, some_wait: bool) -> None:
-    """All kinds of parameters in one batch, two steps in flight; rows are removed and added again with their
-    outputs."""
+    """All kinds of parameters in one batch, two steps in flight; rows are removed and return with their outputs."""
     manners = [*MANNERS, BY_HOST] if some_wait else MANNERS
     runner = fake_runner(accelerator=FakeAccelerator(), sampler=OnDevice(len(manners), VOCAB), max_rows=len(manners))
     found = Requests(runner, seed, manners)

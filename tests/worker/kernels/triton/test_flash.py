@@ -1,5 +1,4 @@
-"""flash-attention over Triton's cache, against a fake of the library: what it computes, when it is chosen or
-refused."""
+"""flash-attention over Triton's cache, against a fake of the library: what it computes, when it is chosen."""
 
 from __future__ import annotations
 

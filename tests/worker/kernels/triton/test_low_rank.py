@@ -1,5 +1,4 @@
-"""LoRA terms that adapters add to this back end's layers: close to float64, and the same bits for a line in any
-batch."""
+"""LoRA terms added to this back end's layers: close to float64, and the same bits for a line in any batch."""
 
 from __future__ import annotations
 
