@@ -1,4 +1,4 @@
-"""A small server that streams made-up completions, for what talks to servers: real sockets, no model."""
+"""A small server that streams made-up completions, to test clients of servers: real sockets, no model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class SseServer:
-    """Answers every POST with as many tokens as it asks for; `failures` first answers get that status instead."""
+    """Answers every POST with as many tokens as it asks for. The first answers get the statuses of `failures`."""
 
     failures: list[int] = field(default_factory=list)
     close_after_answer: bool = False

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes; one for all the commands that only say something."""
+"""The command line as a user meets it: real processes; a single one for all commands that only print."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagoda.cli import COMMANDS
 
 Done = subprocess.CompletedProcess[str]
 Told = Callable[..., Done]
-# Reads the words of one command after the other, and tells of each what `python -m pagoda.cli` would.
+# Reads commands one by one; reports each exit code and output as `python -m pagoda.cli` would give it.
 ANSWERS = """
 import contextlib, io, json, sys, traceback
 from pagoda.cli import main
@@ -41,7 +41,7 @@ def pagoda(*words: str) -> Done:
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[Told]:
-    """Like `pagoda`, for what starts nothing. The environment is a test's without variables of ours."""
+    """Like `pagoda`, for commands that start nothing. As in a test, the environment has no PAGODA_ variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PAGODA_")}
     environment |= {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
     command = [sys.executable, "-c", ANSWERS]
@@ -61,7 +61,7 @@ def told() -> Iterator[Told]:
 
 
 def test_the_words_of_many_commands_are_told_as_each_would(told: Told) -> None:
-    """Of every kind one: help, a refusal by the parser, one by the settings, an answer."""
+    """One command of each kind: help, a refusal by the parser, one by the settings, an answer."""
     for words in (("serve", "--help"), ("serve", "--prt", "1"), ("serve", "--workers", "0"), ("version",)):
         alone, beside = pagoda(*words), told(*words)
         assert (beside.returncode, beside.stdout, beside.stderr) == (alone.returncode, alone.stdout, alone.stderr)

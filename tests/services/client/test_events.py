@@ -1,4 +1,4 @@
-"""Whole events come out, however the bytes came in, and the last id covers exactly those."""
+"""Only whole events come out, however the bytes are split, and the last id covers exactly those."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever connections do, the caller sees every event once, or an error; what is asked is always the same."""
+"""Whatever connections do, the caller sees every event once, or an error; every attempt sends the same request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BASES = ("http://a:1/v1", "http://b:2/v1")
 
 
 class Bytes(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """Breaks after these, unless it is `whole`."""
+    """A body that breaks off after `data`, unless it is `whole`."""
 
     def __init__(self, data: bytes, whole: bool) -> None:
         self._data, self._whole = data, whole
@@ -40,7 +40,7 @@ class Bytes(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 class Gateways(httpx.BaseTransport, httpx.AsyncBaseTransport):
-    """Each connection gets the next of `answers`: how many more bytes it tells, a response, or an error."""
+    """Each connection gets the next of `answers`: a number of bytes to send, a response, or an error."""
 
     def __init__(self, *answers: Any) -> None:
         self._answers = list(answers)
@@ -80,7 +80,7 @@ def awaited(gateways: Gateways, **options: Any) -> bytes:
 
 @contextmanager
 def of_httpx() -> Iterator[None]:
-    """Errors have the same names there."""
+    """Translate errors of httpx2 into those of httpx, which have the same names."""
     try:
         yield
     except httpx2.TransportError as error:
@@ -126,7 +126,7 @@ def test_one_that_ends_without_its_last_event_is_gone_on_with(ask: Ask) -> None:
 
 
 def test_what_broke_before_its_first_event_is_asked_for_until_somebody_can_go_on(ask: Ask) -> None:
-    """A gateway whose store is gone for a moment knows no more than that it is."""
+    """A gateway whose store is down for a moment cannot know whether the stream has begun."""
     broke = httpx.ReadError("reset")
     gateways = Gateways(broke, *(httpx.Response(503) for _ in range(3)), 10**6)
     assert ask(gateways) == WHOLE
@@ -150,7 +150,7 @@ def test_what_was_begun_nowhere_or_waited_for_long_enough_is_tried_once_at_each(
 
 
 def test_a_wish_to_be_asked_later_is_heard_as_far_as_patience_goes(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another gateway may be there sooner than the one says."""
+    """Another gateway may be available sooner than Retry-After says."""
     monkeypatch.setattr(times, "RECONNECT_MOST_S", 0.3)
     busy = httpx.Response(503, headers={"retry-after": "60"})
     began = time.monotonic()

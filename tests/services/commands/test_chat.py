@@ -39,7 +39,7 @@ class Terminal:
 @contextlib.contextmanager
 def at_a_terminal(command: list[str]) -> Iterator[Terminal]:
     keys, end = os.openpty()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background may have it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background may ignore it
     process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, start_new_session=True)
     signal.signal(signal.SIGINT, before)
     os.close(end)
@@ -91,7 +91,7 @@ async def test_ctrl_c_ends_the_turn_and_then_the_talk() -> None:
             await server.asked.wait()
             terminal.process.send_signal(signal.SIGINT)
             await terminal.shows("[interrupted]\r\n> ")
-            while terminal.process.poll() is None:  # one that comes before `input` reads is noticed with the next
+            while terminal.process.poll() is None:  # a signal before `input` reads takes effect with the next
                 terminal.process.send_signal(signal.SIGINT)
                 await asyncio.sleep(2.0)
             assert await terminal.ends() == 130

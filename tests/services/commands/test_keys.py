@@ -15,7 +15,7 @@ from pagoda_gateway.keys.api_key import id_of
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As an operator names it: by the environment, where nobody else on the machine reads it."""
+    """The store, named in the environment as an operator would, where no other user of the machine can read it."""
     path = tmp_path / "s.db"
     monkeypatch.setenv("PAGODA_STORE", f"sqlite://{path}")
     return path
@@ -49,7 +49,7 @@ def test_sec_23_a_key_is_printed_once_and_alone(store: Path, capsys: pytest.Capt
     keys("list")
     assert key_id in capsys.readouterr().out
     assert store.stat().st_mode & 0o077 == 0
-    for file in (store, store.with_name("s.db-wal")):  # the second is gone as soon as all who use it are
+    for file in (store, store.with_name("s.db-wal")):  # the second vanishes with its last user
         with contextlib.suppress(FileNotFoundError):
             assert text.encode() not in file.read_bytes()
 

@@ -1,4 +1,4 @@
-"""A tier whose keys are no good says so in one line and ends with the exit code of a configuration that cannot work."""
+"""A tier with unusable keys says so in one line and exits with the code of a configuration that cannot work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command(role: str, keys: Path) -> list[str]:
 
 
 def refused(role: str, keys: Path) -> str:
-    """The line that a tier with these keys ends with."""
+    """The error line of a tier that refuses these keys."""
     done = subprocess.run(command(role, keys), capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == EXIT_CONFIG, done.stderr
     (line,) = (line for line in done.stderr.splitlines() if " ERROR " in line)

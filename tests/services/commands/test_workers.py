@@ -1,4 +1,4 @@
-"""`pagoda workers` beside engine cores that answer as they are told to."""
+"""`pagoda workers` with scripted engine cores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagoda_proto.engine.v1.engine_pb2_grpc import AdminServicer, add_AdminServi
 
 
 class Core(AdminServicer):
-    """An engine core with workers of these names, and of these states."""
+    """An engine core with workers of these names and states."""
 
     def __init__(self, directory: Path, name: str, workers: Sequence[tuple[str, str]]) -> None:
         self.address = f"unix:{directory / name}"
@@ -50,7 +50,7 @@ class Core(AdminServicer):
 
 @pytest.fixture
 def cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Core]]:
-    """Two, which the environment names as it does for a gateway."""
+    """Two engine cores, named in the environment as for a gateway."""
     first = Core(tmp_path, "1", [("worker-0", "ready"), ("both", "ready"), ("lost", "dead"), ("worker-0", "hung")])
     second = Core(tmp_path, "2", [("both", "suspect"), ("lost", "hung"), ("worker-1", "draining"), ("quick", "ready")])
     monkeypatch.setenv("PAGODA_ENGINE", f"{first.address},{second.address}")

@@ -1,5 +1,5 @@
-"""Schemas that bound what they admit, so that whoever follows one comes to an end; together they use every keyword that
-is promised.
+"""Schemas that bound what they admit, so that output following one comes to an end; together they use every promised
+keyword.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Adapters offline: requests of several and of none, preempted, drafted for, in any company, are what each is alone."""
+"""Adapters offline: in any batch, with other adapters or none, preempted or with drafts, requests give the same output
+as alone."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ Told = list[tuple[list[int], list[float]]]
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One that adds to matrices, and one that adds to the embedding and brings norms and the output matrix, too."""
+    """One adapter for matrices, and one that also adapts the embedding and brings its own norms and output matrix."""
     out = tmp_path_factory.mktemp("adapters")
     found = {name: adapter_of(DEMO, out / name, seed, size=0.08) for seed, name in enumerate(("one", "two"))}
     spec, (path, tensors) = spelt(DEMO), found["two"]
@@ -44,7 +45,7 @@ def llm(adapters: dict[str, Path]) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[Told]:
-    """One request at a time."""
+    """The outputs of requests run one at a time."""
     asked = zip(PROMPTS, NAMES * 2, strict=True)
     return [told(llm.generate(prompt, SAMPLED, lora_request=name)[0]) for prompt, name in asked]
 

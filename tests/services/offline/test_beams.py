@@ -1,4 +1,4 @@
-"""Beam search finds what transformers' finds, over the demo model."""
+"""Beam search on the demo model finds what transformers' beam search finds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_it_finds_what_transformers_finds(llm: LLM, oracle: torch.nn.Module, wid
 
 
 def _trimmed(tokens: list[int], num_prompt: int, ends: list[int]) -> list[int]:
-    """Without the padding behind an end."""
+    """The output tokens without the padding behind an end token."""
     for place in range(num_prompt, len(tokens)):
         if tokens[place] in ends:
             return tokens[: place + 1]

@@ -1,4 +1,4 @@
-"""What a conversation may be given as, and that nothing of one is left out in silence."""
+"""The forms in which a conversation may be given; no part of one is silently dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled model as a GGUF file, from prompt to text: what it was as safetensors, or what its blocks hold."""
+"""The bundled model as a GGUF file, from prompt to text: like the safetensors, or like what its blocks hold."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_a_set_of_parts_is_served_by_its_directory(original: list[Any], tmp_path
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_whole_numbers_answer_like_the_model_they_were_made_of(kind: str, original: list[Any], tmp_path: Path) -> None:
-    """Which knows these answers well enough. That its levels are exactly the file's, other tests say."""
+    """The model knows these answers well enough. Other tests check that the levels are exactly the file's."""
     found = answers(str(write_demo(tmp_path / "m.gguf", kind)))
     assert [text for _, text, _ in found[:2]] == [text for _, text, _ in original[:2]]
     assert [logprobs for _, _, logprobs in found] != [logprobs for _, _, logprobs in original]
 
 
 def test_a_form_holds_over_the_vocabulary_of_the_file(tmp_path: Path) -> None:
-    """Its grammar is over the tokens that the file lists."""
+    """The grammar applies to the tokens that the file lists."""
     with LLM(str(write_demo(tmp_path / "m.gguf", "BF16")), **OPTIONS) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=12, grammar='%llguidance {}\nstart: "red" | "green"')
         (output,) = llm.chat(CHATS[:1], params, use_tqdm=False)

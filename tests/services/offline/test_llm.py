@@ -1,4 +1,4 @@
-"""Offline generation over a fake runner: same records, same tokens as computed directly; every prompt in its place."""
+"""Offline generation with a fake runner: outputs equal the directly computed tokens and keep the prompts' order."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def llm(text: ModelText) -> LLM:
 
 
 def expected(prompt: list[int], params: SamplingParams) -> list[list[int]]:
-    """What the fake model makes of it; `ModelText` of the demo model only tells its size."""
+    """The fake model's tokens; the demo model's `ModelText` only gives the vocabulary size."""
     record = make_record(prompt, seed=params.seed or 0, max_tokens=params.max_tokens, n=params.n, ignore_eos=True)
     return reference_tokens(record, FakeModel(ModelText.load(DEMO).vocab_size))
 
@@ -390,7 +390,7 @@ def test_one_event_loop_after_another_and_several_at_once_may_use_a_model(text: 
 
 
 def test_what_a_loop_leaves_behind_is_aborted(text: ModelText) -> None:
-    """The loop is closed under its request, without a chance to leave the iteration."""
+    """The loop is closed under its request, which has no chance to leave the iteration."""
     local = wired(text)
     llm = AsyncLLM(local)
     loop = asyncio.new_event_loop()
@@ -436,7 +436,7 @@ def test_offline_throughput_is_reported(tmp_path: Path) -> None:
 
 
 class Failing:
-    """A model whose forward pass fails when it is told to, and is the model it wraps otherwise."""
+    """Wraps a model; its forward passes listed in `failures` raise."""
 
     def __init__(self, model: Model, failures: dict[int, Exception]) -> None:
         self.kv_groups = model.kv_groups

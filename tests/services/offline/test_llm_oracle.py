@@ -1,6 +1,6 @@
 """The whole offline path against transformers: scheduler, blocks, prefix cache, chunks, sampler, every native family.
 
-Greedy, float32. transformers is shown our continuation and must choose each of its tokens after what precedes it.
+Greedy, float32. transformers gets our continuation and must choose each of its tokens after the preceding ones.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tests.worker.models.checkpoints import NATIVE, prompts
 
 from pagoda import LLM, SamplingParams
 
-NEW_TOKENS = 48  # with the shortest prompt more than any window
-AGAIN = 16  # of them are not in what is a prompt then: of whole blocks, or not, as before
-ENOUGH = 4  # of those: the first reads all that was kept, and one of a prompt of 47 tokens begins a block
+NEW_TOKENS = 48  # even with the shortest prompt, longer than any window
+AGAIN = 16  # of them are left out of the second prompt, which fills whole blocks if the first did
+ENOUGH = 4  # of those are compared: the first reads all that was kept; one, for a prompt of 47 tokens, begins a block
 
 
 @pytest.fixture(scope="module")
 def agrees(saved: Saved) -> Callable[[str, list[int], list[int]], bool]:
-    """All ways give the same tokens, or should: transformers is asked once."""
+    """All ways should give the same tokens, so transformers is asked only once."""
 
     @functools.cache
     def asked(name: str, prompt: tuple[int, ...], continuation: tuple[int, ...]) -> bool:
@@ -39,7 +39,7 @@ def continuations(llm: LLM, given: list[list[int]], count: int) -> list[list[int
 
 
 WAYS = [(16, True), (2048, False), (16, False), (64, True), (2048, True)]  # chunk size, prefix cache
-IN_ALL_WAYS = ("llama", "gemma3", "gpt2", "mixtral", "gpt_oss", "deepseek_v3")  # what else differs is the model's own
+IN_ALL_WAYS = ("llama", "gemma3", "gpt2", "mixtral", "gpt_oss", "deepseek_v3")  # others differ only inside the model
 
 
 @pytest.mark.parametrize(
@@ -64,5 +64,5 @@ def test_greedy_tokens_are_those_of_transformers(
             assert agrees(name, prompt, continuation)
         begun = [prompt + found[:-AGAIN] for prompt, found in zip(prompts(), together, strict=True)]
         rests = [found[-AGAIN:][:ENOUGH] for found in together]
-        assert continuations(llm, begun, ENOUGH) == rests  # with what is begun cached, where there is a cache
+        assert continuations(llm, begun, ENOUGH) == rests  # a prefix hit, if there is a prefix cache
         assert continuations(llm, begun[-1:], ENOUGH) == rests[-1:]

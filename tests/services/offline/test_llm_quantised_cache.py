@@ -1,4 +1,4 @@
-"""The offline path over keys and values in int8: tokens depend neither on company, chunks, blocks nor prefixes."""
+"""The offline path with an int8 KV cache: tokens depend on neither batch, chunks, blocks nor prefix hits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagoda import LLM, SamplingParams
 from pagoda_worker.kernels.cpu.build import LIBRARY
 
 KERNELS = ["torch", *(["native"] if LIBRARY.exists() else [])]
-# Two choices per request share their prompt's blocks and part ways by copying one.
+# Two choices per request share their prompt's blocks and diverge by copying one.
 PARAMS = SamplingParams(n=2, temperature=1.0, seed=11, max_tokens=24, ignore_eos=True)
 
 

@@ -1,4 +1,4 @@
-"""A function of the caller's decides what a choice is chosen from, and harms nobody else."""
+"""A caller's function changes the logits of its own request, and affects no other request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_other_parameters_come_after_it(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=3, logit_bias={77: 100.0}, allowed_token_ids=(40, 41, 42, 77))
     assert tokens(llm, params, lambda outputs, logits: np.zeros_like(logits)) == [[[77] * 3]] * 2
     (first, _) = llm.generate(PROMPTS, GREEDY, logits_processors=counting)
-    assert first.outputs[0].cumulative_logprob == 0.0  # it left one token
+    assert first.outputs[0].cumulative_logprob == 0.0  # only one token was left
 
 
 @pytest.mark.parametrize(

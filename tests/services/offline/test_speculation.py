@@ -37,8 +37,8 @@ BACKENDS = [
     pytest.param("native", marks=pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler here")),
 ]
 SPECULATION = ["ngram", "suffix", "twin", "near", "far", "narrow"]
-"""Prompt lookup, the same with a memory, and draft models: the model itself, it with noise on its weights, another, and
-the model itself that guesses among few tokens."""
+"""Prompt lookup, the same with a memory, and draft models: the model itself, the model with noise on its weights,
+another model, and the model itself drafting among few tokens."""
 NARROW = 24
 
 
@@ -47,7 +47,7 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 def make_records() -> list[RequestRecord]:
-    """What may go wrong with drafts: state that sampling reads, endings among the drafts, several choices."""
+    """Cases that drafts could break: state that sampling reads, endings among the drafts, several choices."""
     few = tuple(range(20, 24))  # an output of four kinds of tokens repeats itself, by chance or for good
     manners: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 3},
@@ -63,14 +63,14 @@ def make_records() -> list[RequestRecord]:
     ]
     records = []
     for i, manner in enumerate(manners):
-        text = ids(11 + 7 * i, i % 3) * (1 + i % 2)  # every other prompt says everything twice
+        text = ids(11 + 7 * i, i % 3) * (1 + i % 2)  # every other prompt repeats its text
         records.append(make_record(text, request_id=f"r{i}", eos_token_ids=(2,), **({"max_tokens": 24} | manner)))
     return records
 
 
 @dataclass
 class Answers:
-    """What a client sees, and what it cost."""
+    """What a client received, and the engine's totals."""
 
     choices: dict[tuple[str, int], list[Any]] = field(default_factory=dict)  # tokens, logprobs, ending
     prompts: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Answers:
 
 
 class Crashing:
-    """A runner that dies at some of its steps, in the middle of whatever it does."""
+    """A runner that fails when some of its steps are collected."""
 
     def __init__(self, runner: ModelRunner, at: tuple[int, ...]) -> None:
         self._runner = runner
@@ -119,7 +119,7 @@ class Crashing:
 
 
 class Trusting:
-    """A checker that finds every grammar good, at once: how long a real one takes decides who begins when."""
+    """Accepts every grammar at once. With a real checker, its time would decide which request starts when."""
 
     def check(self, grammar: str, tenant: str, told: Told) -> None:
         told(grammar, Verdict(None, final=True))
@@ -129,7 +129,7 @@ class Trusting:
 
 
 def run(runner: ModelRunner, records: list[RequestRecord], crashes: tuple[int, ...] = (), **config: Any) -> Answers:
-    """All records at once. Nothing that is planned depends on time, so that steps can be counted."""
+    """Run all records at once. No plan depends on time, so that steps can be counted."""
     runner.reset()
     hello = Identity.of_this_process("w").hello(runner.facts)
     executor = InprocExecutor(Crashing(runner, crashes), hello)
@@ -195,7 +195,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def plain(kernels: str, runners: Runners) -> Answers:
-    """Each request alone, without speculation."""
+    """The answers to each request alone, without speculation."""
     answers = Answers()
     for record in make_records():
         one = run(runners(kernels), [record])
@@ -232,7 +232,7 @@ def test_alone(speculation: str, kernels: str, runners: Runners, plain: Answers)
 @pytest.mark.parametrize("speculation", SPECULATION)
 @pytest.mark.parametrize("chunk_size", [7, 512])
 def test_together(speculation: str, chunk_size: int, kernels: str, runners: Runners, plain: Answers) -> None:
-    """Thirteen rows share the drafts of a step; prompts come in chunks."""
+    """Thirteen rows share the drafts of a step; prompts are computed in chunks."""
     runner = runners(kernels, speculation)
     check(run(runner, make_records(), chunk_size=chunk_size, speculation_tokens=64), plain)
 
@@ -273,7 +273,7 @@ def test_on_a_tiny_block_pool(speculation: str, kernels: str, runners: Runners) 
 
 @pytest.mark.parametrize("speculation", ["ngram", "near"])
 def test_after_a_crash(speculation: str, kernels: str, runners: Runners, plain: Answers) -> None:
-    """The runner computes a step, forgets everything, and the answer is lost with it."""
+    """The runner computes a step, then loses its result and all its state."""
     crashes = (2, 5, 9, 14, 20)
     answers = run(runners(kernels, speculation), make_records(), crashes, speculation_tokens=64)
     check(answers, plain)
@@ -312,12 +312,12 @@ def test_a_draft_model_that_is_never_right_is_seldom_asked(runners: Runners) -> 
     assert totals["steps"] <= 161
 
 
-# --- a draft that makes no number ------------------------------------------------------------------------------------
+# --- a draft that gives NaN ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def with_a_hole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that makes no number of token 9, which it never says."""
+    """A model that computes NaN for token 9, which it never outputs."""
     model = make_model(*NATIVE["llama3"])
     with torch.no_grad():
         model.get_input_embeddings().weight[9] = torch.nan

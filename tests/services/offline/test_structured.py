@@ -1,4 +1,4 @@
-"""Output that has a form has it for certain, and is the same alone, in company, preempted, replayed and with drafts."""
+"""Structured output always conforms, and is the same alone, in a batch, preempted, replayed and with drafts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AMBIGUOUS = grammars.lark(
     f"start: {' | '.join(f'r{i}' for i in range(200))}\n"
     + "\n".join(f'r{i}: r{(i + 1) % 200} r{(i + 7) % 200} | "h" | r{i * 3 % 200} "h"' for i in range(200))
 )
-"""It can be compiled and has a first mask, and becomes too complex with the first token."""
+"""It compiles and has a first mask, but becomes too complex with the first token."""
 COLOURS = ["red", "green", "the world", "the hello", "grün"]
 
 
@@ -44,7 +44,7 @@ def tiny_model() -> Any:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights over a vocabulary of which no grammar is the natural language."""
+    """A model with random weights, which would follow no grammar by itself."""
     directory = tmp_path_factory.mktemp("tiny")
     byte_level_tokenizer().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
@@ -108,7 +108,7 @@ def test_expressions_texts_and_rules_are_followed_likewise(llm: LLM, temperature
 
 
 def test_greedy_output_is_the_best_of_what_is_allowed(tiny_llm: LLM) -> None:
-    """The test reads what is allowed from the texts, and the logits from transformers."""
+    """The test derives the allowed tokens from the texts, and takes the logits from transformers."""
     params = SamplingParams(temperature=0.0, max_tokens=30, grammar=grammars.choice(COLOURS))
     found = tiny_llm.generate([PROMPT], params)[0].outputs[0].token_ids
     model, ids, written = tiny_model().float(), list(PROMPT), b""
@@ -127,7 +127,7 @@ def test_greedy_output_is_the_best_of_what_is_allowed(tiny_llm: LLM) -> None:
 
 
 def test_log_probabilities_are_those_of_the_model_as_ever(tiny_llm: LLM) -> None:
-    """Raw: before the mask, as before every other change to the logits."""
+    """They are raw: taken before the mask and every other change to the logits."""
     formed = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5, grammar=grammars.choice(["hello"]))
     free = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
     one, other = (tiny_llm.generate([PROMPT], params)[0].outputs[0] for params in (formed, free))
@@ -179,7 +179,7 @@ MANNERS: list[dict[str, Any]] = [
 
 
 def make_records() -> list[RequestRecord]:
-    """Forms and manners mixed; every fourth has no form."""
+    """Grammars and sampling parameters mixed; every fourth request has no grammar."""
     forms = [grammars.json_schema(SCHEMAS[name]) for name in ("nested", "uuid", "list", "any of")]
     forms += [grammars.regex("([a-z]{2} ){12}"), grammars.choice(["hello world " * 8, "hello the " * 9])]
     return [
@@ -249,7 +249,7 @@ def test_replayed(kernels: str, runners: Callable[..., ModelRunner], alone: dict
 def test_forced_tokens_come_as_drafts_that_hold(
     kernels: str, runners: Callable[..., ModelRunner], alone: dict[tuple[str, int], list[Any]]
 ) -> None:
-    """By themselves and in company, with the same tokens in fewer steps."""
+    """Alone and in a batch, they give the same tokens in fewer steps."""
     records = make_records()
     plain = run(runners(kernels), records, speculation_tokens=0)
     assert "draft_tokens" not in plain.totals

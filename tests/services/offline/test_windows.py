@@ -1,4 +1,4 @@
-"""Layers that keep only their window: the tokens of transformers, far beyond it, whatever becomes of blocks."""
+"""Layers that keep only their window: far beyond it, tokens equal transformers', whatever happens to blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIGHT = {  # windows of 40 tokens, or chunks of 32; 26 blocks hold the longest r
 
 
 def prompts() -> list[list[int]]:
-    """Two that begin alike and are many windows long, and some others."""
+    """Two prompts that begin alike and are many windows long, and some others."""
     generator = torch.Generator().manual_seed(3)
     long, other, short = (torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (300, 100, 17))
     return [long, long[:200] + other, other, short, other[:50]]
@@ -54,7 +54,7 @@ SWAPS = {"swap_space_gib": 0.01, "preemption": "swap", "chunk_size": 7}
 def test_far_beyond_the_window_the_tokens_are_those_of_transformers(
     name: str, others: list[dict[str, Any]], saved: Saved, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With prefix hits, preemption by both ways, beams, guesses, and prompts cut anywhere."""
+    """With prefix hits, both ways of preemption, beams, drafts, and prompts split anywhere."""
     model, path = saved(name)
     with caplog.at_level(logging.INFO), LLM(str(path), **TIGHT) as llm:
         together, beams = tokens(llm, prompts()), tokens(llm, prompts()[2:], SEARCH)

@@ -1,8 +1,8 @@
-"""A tiny program for the supervisor to look after; it speaks the status protocol and does what its words say.
+"""A tiny child for the supervisor; it speaks the status protocol and follows its words.
 
-Words: `ready`, `garbage` (a status line that is no event), `exit=CODE`, `why=TEXT` (it reports to have failed),
-`deaf` (ignores SIGTERM), `say=COUNT` (that many letters on one line), `crash-once=FILE`, `grandchild=FILE`, `linger`
-(waits for signals), `wait=SECONDS`, `beat` (beats, and says when by the monotonic clock, until a signal),
+Words: `ready`, `garbage` (a status line that is no event), `exit=CODE`, `why=TEXT` (reports that it failed), `deaf`
+(ignores SIGTERM), `say=COUNT` (that many letters on one line), `crash-once=FILE`, `grandchild=FILE`, `linger` (waits
+for signals), `wait=SECONDS`, `beat` (sends heartbeats and prints their monotonic time, until a signal),
 `import=MODULE`.
 """
 
@@ -31,7 +31,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 
 def prepare(words: Sequence[str]) -> int:
-    """Does what words like `prepare:exit=CODE` say, of which each life takes no notice. `prepare` has it say so."""
+    """Follows words like `prepare:exit=CODE`, which the lives ignore. With `prepare` it also reports that it runs."""
     arguments = read(words)
     if "prepare" in arguments.words:
         print("prepares", flush=True)
@@ -75,7 +75,7 @@ def main(words: Sequence[str]) -> int:
             time.sleep(float(value))
         elif name == "linger":
             while True:
-                time.sleep(0.1)  # one that comes just before is heeded after it, and would be never after a `pause`
+                time.sleep(0.1)  # a signal just before is handled after it, but never after a `pause`
         elif name == "beat":
             while True:
                 report(event="beat")

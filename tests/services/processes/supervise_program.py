@@ -2,7 +2,7 @@
 
 supervise_program.py HOW '{"name": ["ready", "linger"], ...}'      children stop in the order given
 
-HOW: `forked` off templates, or each life `afresh`.
+HOW: `forked` from templates, or each life started `afresh`.
 """
 
 from __future__ import annotations

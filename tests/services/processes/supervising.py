@@ -1,4 +1,4 @@
-"""Runs `supervise_program` and reads what it tells."""
+"""Runs `supervise_program` and reads its events."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ STEADY = ["ready", "linger"]
 
 
 class Running:
-    """A supervisor process; `event` reads its events one by one. A child's lines and events come by different pipes,
-    so only those of one kind have an order.
+    """A supervisor process; `event` reads its events one by one. A child's lines and events arrive through different
+    pipes, so only those of one kind are ordered.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
     def event(self, **wanted: Any) -> dict[str, Any]:
-        """The next event that has these items."""
+        """The next event with these items."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             event: dict[str, Any] = json.loads(line)
@@ -53,7 +53,7 @@ def supervise(how: str = "forked", **children: list[str]) -> Iterator[Running]:
 
 
 def gone(pid: int) -> bool:
-    """Wait for a process to be gone; False when it stays."""
+    """Wait for a process to end; False if it does not."""
     try:
         psutil.Process(pid).wait(timeout=120)
     except psutil.NoSuchProcess:

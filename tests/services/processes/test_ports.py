@@ -1,4 +1,4 @@
-"""An address is judged before anything is started."""
+"""An address is checked before anything is started."""
 
 from __future__ import annotations
 

@@ -234,10 +234,10 @@ def test_a_beat_says_that_the_event_loop_comes_round_or_that_a_process_is_not_fr
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"
-        if beats:  # the thread beside the work goes on
+        if beats:  # the beating thread continues
             for _ in range(2):
                 assert b'"beat"' in os.read(read, 4096)
-        else:  # nothing but the beat before it was stuck
+        else:  # only the beat from before it got stuck
             time.sleep(3 * times.CHILD_BEAT_S)
             assert os.read(read, 4096).count(b'"beat"') == 1
         process.stdin.close()

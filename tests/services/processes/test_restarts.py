@@ -1,4 +1,4 @@
-"""Pauses between the lives of a child; time is a number here."""
+"""Pauses between the lives of a child, in simulated time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def live(lives: Lives, now: float, *, up_after_s: float | None, lasts_s: float, 
 
 
 def killed_every(period_s: float, start_s: float, until_s: float) -> tuple[Lives, float]:
-    """A child that needs `start_s` to come up and is killed on the beat of a clock; returns for how long it was up."""
+    """A child needs `start_s` to come up and is killed every `period_s`; returns also how long it was up in total."""
     lives, now, up_s = Lives(PAUSES), 0.0, 0.0
     while now < until_s:
         kill_at = (now // period_s + 1) * period_s

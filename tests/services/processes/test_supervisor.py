@@ -1,6 +1,6 @@
 """The supervisor with tiny children: each test runs one in a process of its own, as an operator would.
 
-What it promises holds for children that are started afresh and for those that are forked off templates.
+Its promises hold for children that are started afresh and for those forked from templates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_a_killed_child_is_started_again(how: str) -> None:
 
 @pytest.mark.parametrize("signums", [(signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGHUP, signal.SIGHUP)])
 def test_a_signal_stops_every_child_and_exits_cleanly(signums: tuple[signal.Signals, ...]) -> None:
-    """A shell and the kernel both tell of a terminal that was closed."""
+    """When a terminal is closed, both the shell and the kernel send SIGHUP."""
     with supervise(one=STEADY, two=STEADY) as running:
         pids = {running.event(event="ready")["pid"] for _ in range(2)}
         for signum in signums:
@@ -110,7 +110,7 @@ def test_a_silent_child_is_killed_and_started_again(how: str) -> None:
 
 
 def test_silence_before_a_first_word_may_take_longer() -> None:
-    with supervise(mute=["wait=2.5", *STEADY]) as running:  # longer than a silence and a look at who is silent
+    with supervise(mute=["wait=2.5", *STEADY]) as running:  # longer than the silence allowed, and a look
         assert running.event()["event"] == "ready"
 
 
@@ -122,7 +122,7 @@ def test_a_child_that_never_says_a_word_is_killed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_a_supervisor_that_was_held_up_blames_no_child_for_it(all_of_them: bool) -> None:
-    """Stopped for twice the silence that a child may keep, alone or with everybody else, as on a suspended machine."""
+    """The supervisor is stopped for twice a child's allowed silence, alone or with all, as on a suspended machine."""
     with supervise(beating_1=["ready", "beat"], beating_2=["ready", "beat"]) as running:
         children = [running.event(event="ready")["pid"] for _ in range(2)]
         stopped = [running.process.pid, *(children if all_of_them else [])]
@@ -153,7 +153,7 @@ def test_a_supervisor_that_was_held_up_still_finds_who_is_stuck() -> None:
 @pytest.mark.parametrize("how", HOW)
 def test_a_child_that_is_killed_again_and_again_comes_back_every_time(how: str) -> None:
     with supervise(how, one=STEADY, two=STEADY) as running:
-        for _ in range(8):  # more than may die at the start, and until the pauses grow no more
+        for _ in range(8):  # more than may die at the start, and enough for the longest pause
             os.kill(running.event(child="one", event="ready")["pid"], signal.SIGKILL)
         running.event(child="one", event="ready")
 

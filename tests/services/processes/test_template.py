@@ -1,4 +1,4 @@
-"""Children that are forked off templates, by a supervisor in a process of its own; see also test_supervisor."""
+"""Children forked from templates, by a supervisor in a process of its own; see also test_supervisor."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_process_list_shows_the_command_of_a_child_and_no_command_of_a_templat
     with supervise(one=STEADY) as running:
         child, template = up(running)
         command = [sys.executable, "-m", "tests.services.processes.child_program", *STEADY]
-        assert child.cmdline()[:-2] == command  # and where it reports to
+        assert child.cmdline()[:-2] == command  # without its status options
         assert " ".join(template.cmdline()).strip() == "pagoda template (one)"
         assert child.name() == Path(sys.executable).name[:15]
         assert " " not in template.name()
@@ -82,7 +82,7 @@ def test_a_system_without_memory_takes_a_child_before_its_template() -> None:
 
 
 def test_a_life_has_what_one_that_is_started_afresh_has() -> None:
-    """Its descriptors and the environment of its spec; the template has groups and files of its own."""
+    """It has the same descriptors and its spec's environment; the template has its own process group and files."""
     begun = []
     for how in ("forked", "afresh"):
         with supervise(how, one=STEADY) as running:
@@ -127,7 +127,7 @@ def test_a_frozen_template_and_a_deaf_child_end_with_the_supervisor() -> None:
 
 
 def test_a_template_that_is_frozen_while_its_child_dies_is_replaced() -> None:
-    """At once: nobody cares for the silence of this child."""
+    """At once, not after a silence: nobody watches this child's heartbeats."""
     with supervise(one=STEADY) as running:
         child, template = up(running)
         template.suspend()
@@ -153,7 +153,7 @@ def test_a_child_that_falls_silent_before_it_is_up_takes_its_template_along() ->
 
 
 def test_a_life_that_ends_by_itself_before_it_is_up_is_not_born_of_the_same_template_again(tmp_path: Path) -> None:
-    """What it has of its template may be what it died of; not so of one that is killed, or was up."""
+    """It may have died of state inherited from its template; not so if it was killed or had come up."""
     with supervise(one=["prepare", f"crash-once={tmp_path / 'crashed'}", *STEADY]) as running:
         first = running.event(event="prepares")["pid"]
         assert running.event(event="died")["code"] == 1
@@ -164,7 +164,7 @@ def test_a_life_that_ends_by_itself_before_it_is_up_is_not_born_of_the_same_temp
 
 
 def test_what_asks_all_processes_of_a_child_to_stop_stops_it_in_order() -> None:
-    """As `pkill` does with a name that both have."""
+    """As `pkill` does with a name that child and template share."""
     with supervise(one=STEADY) as running:
         child, template = up(running)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -178,7 +178,7 @@ def test_a_stop_before_the_first_life_is_obeyed_at_once(capfd: pytest.CaptureFix
     with supervise(slow=STEADY) as running:
         [template] = _children(running)
         running.process.terminate()
-        assert running.end() in (0, -signal.SIGTERM)  # the latter before it listens
+        assert running.end() in (0, -signal.SIGTERM)  # the latter before it handles signals
         assert gone(template.pid)
     assert "did not stop within" not in capfd.readouterr().err
 
@@ -190,7 +190,7 @@ def _children(running: Running) -> list[psutil.Process]:
 
 
 def test_what_lives_have_in_common_is_prepared_once_by_their_template() -> None:
-    """And what it says goes where the words of its first life go."""
+    """Its output goes where that of its first life goes."""
     with supervise(one=["prepare", *STEADY]) as running:
         prepared = running.event(event="prepares")["pid"]
         child, template = up(running)

@@ -1,4 +1,4 @@
-"""What is said of a name that is not ours."""
+"""Hints for option names that are not ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of commands: none is taken unchecked."""
+"""Every number that a command takes is checked."""
 
 from __future__ import annotations
 

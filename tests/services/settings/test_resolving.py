@@ -1,4 +1,4 @@
-"""The settings tree: where a value comes from, and what is said about one that cannot be used."""
+"""The settings tree: where a value comes from, and the error for one that cannot be used."""
 
 from __future__ import annotations
 
@@ -229,13 +229,13 @@ ODD = st.one_of(
 
 @given(name=CASES, value=ODD)
 def test_any_number_is_taken_within_its_bounds_or_refused_in_one_line(name: str, value: Any) -> None:
-    """Whatever it is, the config has a finite number between the option's bounds, or the line names flag and value."""
+    """Either the config has a finite number within the option's bounds, or one line names the flag and the value."""
     command, rule = OWNER[name], ALL[name].rules[0]
     try:
         built = resolve(command, {name: str(value)} | (NEEDED if command != "serve" else {}), {})
     except ConfigError as error:
         for told in error.problems:
-            if " must be below " in told:  # another option's rule, which this value does not go with
+            if " must be below " in told:  # another option's rule, which this value breaks
                 assert name in told
                 continue
             assert told.startswith(f"{name} ")
@@ -270,7 +270,7 @@ def gateway_parser() -> argparse.ArgumentParser:
     return parser_of("gateway")
 
 
-# argparse takes a value of "--" away, however it is given
+# argparse drops a value of "--", however it is given
 @given(
     port=numbers,
     host=texts.filter(lambda text: text != "--"),

@@ -1,4 +1,4 @@
-"""From what a user calls a model to its directory."""
+"""From the name that a user gives for a model to its directory."""
 
 from __future__ import annotations
 
