@@ -94,7 +94,7 @@ def _kill_one(place: Place, rng: random.Random) -> bool:
 
 
 def kill_every(place: Place, *, seed: int = 0, seconds: float = 60.0, gap_s: float = 2.0, count: int = 16) -> Report:
-    """Kill a worker or engine core every `gap_s` seconds while `clients` run one stream after another."""
+    """Kill a worker or engine core every `gap_s` seconds while clients run one stream after another."""
     rng, report = random.Random(seed), Report(f"a kill every {gap_s:g} s for {seconds:g} s")
     requests = make_requests(seed, count)
     oracle, kills = undisturbed(place.url, requests), 0

@@ -132,7 +132,7 @@ def test_a_preempted_beam_keeps_what_was_found() -> None:
     harness.step()
     harness.scheduler._preempt(request.choices[2], harness.clock())
     harness.step()  # runs the other two beams
-    harness.scheduler._preempt(request.choices[0], harness.clock())  # swapped with what was found: its heirs share that
+    harness.scheduler._preempt(request.choices[0], harness.clock())  # candidates known; heirs share its swap blocks
     harness.scheduler.check_invariants()
     finished(harness)
     assert harness.scheduler.totals.swap_preemptions == 2

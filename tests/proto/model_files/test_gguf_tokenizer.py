@@ -240,7 +240,7 @@ def test_beginnings_and_ends(tmp_path: Path) -> None:
 
 
 def test_all_ends_of_an_answer_are_known(tmp_path: Path) -> None:
-    """The one that is named, its neighbours, and control tokens that are ends in every model that has them."""
+    """The eos, eot and eom tokens of the file, and control tokens that end answers in every model that has them."""
     pairs = demo_pairs()
     assert end_ids(opened(pairs, tmp_path)) == [511, 509]
     assert end_ids(opened(pairs | {"tokenizer.ggml.eot_token_id": 300}, tmp_path)) == [511, 300, 509]

@@ -1,4 +1,4 @@
-"""Vectors and scores offline: those of the files, in the field's shapes; the server's own text side."""
+"""Vectors and scores offline: those of the checkpoint, in the field's usual shapes, with the server's text side."""
 
 from __future__ import annotations
 
