@@ -157,7 +157,7 @@ def _further_problems(config: WorkerConfig) -> Iterator[Problem]:
     if config.block_size % 16:
         yield Problem("block_size", f"block_size must be a multiple of 16, got {config.block_size}")
     if bool(config.draft_model) != (config.speculation == "draft-model"):
-        yield Problem("draft_model", "draft_model and speculation=draft-model go together")
+        yield Problem("draft_model", "draft_model and speculation=draft-model must be given together")
     if config.draft_vocab_size and not config.draft_model:
         yield Problem("draft_vocab_size", "draft_vocab_size is given, but no draft_model")
     if config.max_drafts and not config.speculation:

@@ -1,4 +1,4 @@
-"""Late interaction offline: matrices and scores are those of the formula over transformers' states."""
+"""Late interaction offline: matrices and scores equal the formula applied to transformers' hidden states."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokenizer_with(path: Path, query: str, document: str) -> None:
 
 
 def stanford(path: Path, **metadata: Any) -> tuple[Any, torch.Tensor]:
-    """As the authors' code saves it: a matrix beside `bert.`."""
+    """A checkpoint as the authors' code saves it: a matrix beside the tensors of `bert.`."""
     model = save(path, "bert")
     tokenizer_with(path, "[unused0]", "[unused1]")
     weight = torch.randn(DIM, 64)
@@ -43,7 +43,7 @@ def stanford(path: Path, **metadata: Any) -> tuple[Any, torch.Tensor]:
 
 
 def pylate(path: Path, **sentence: Any) -> tuple[Any, torch.Tensor]:
-    """A Dense per token, and no Pooling."""
+    """A checkpoint with a Dense module per token, and no Pooling."""
     model = save(path, "modernbert")
     tokenizer_with(path, "[Q] ", "[D] ")
     weight = torch.randn(DIM, 64)
@@ -59,7 +59,7 @@ def pylate(path: Path, **sentence: Any) -> tuple[Any, torch.Tensor]:
 
 
 def matrix(made: tuple[Any, torch.Tensor], ids: list[int], seen: int, skipped: tuple[int, ...] = ()) -> torch.Tensor:
-    """Of all tokens that are not skipped, the last of which are seen by none."""
+    """The vectors of all tokens that are not skipped; only the first `seen` tokens are attended to."""
     model, weight = made
     mask = torch.tensor([[1] * seen + [0] * (len(ids) - seen)])
     with torch.inference_mode():
@@ -118,5 +118,7 @@ def test_queries_are_not_filled_and_nothing_is_skipped_where_the_files_say_so(tm
 
 def test_a_query_longer_than_a_window_is_refused_where_its_end_is_unseen(tmp_path: Path) -> None:
     pylate(tmp_path, query_length=12)
-    with pytest.raises(ConfigError, match="queries of 12 tokens whose ends are unseen, over windows of 11"):
+    with pytest.raises(
+        ConfigError, match="queries padded to 12 unattended tokens are not supported with windows of 11"
+    ):
         LLM(str(tmp_path), **OPTIONS)

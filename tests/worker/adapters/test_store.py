@@ -147,10 +147,14 @@ HOSTILE: list[tuple[Change, dict[str, Any], str]] = [
     (lambda t: t | {f"{PREFIX}{EMBED}.lora_embedding_A": torch.zeros(8, 40)}, ENDS, "missing tensors.*embedding_B"),
     (lambda t: t | {f"{PREFIX}{EMBED}.lora_A.weight": torch.zeros(8, 40)}, ENDS, "unknown tensors"),
     (lambda t: t | {f"{PREFIX}{HEAD}.weight": torch.zeros(41, 16)}, {}, r"shape \[41, 16\], expected \[40, 16\]"),
-    (lambda t: t | {f"{PREFIX}{Q}.weight": torch.zeros(32, 16)}, {}, rf"only norms, .* replaced whole: .*{Q}"),
+    (
+        lambda t: t | {f"{PREFIX}{Q}.weight": torch.zeros(32, 16)},
+        {},
+        rf"only norms, .* replaced whole, not these: .*{Q}",
+    ),
     (lambda t: t | {f"{PREFIX}{NORM}.weight": torch.zeros(16)}, {}, f"missing tensors: {NORM}.bias"),
-    (lambda t: t, {"modules_to_save": ["norm", "q_proj"]}, "modules_to_save: .* nothing for: norm, q_proj"),
-    (lambda t: t | heads("", ".base_layer"), {}, "stand twice"),
+    (lambda t: t, {"modules_to_save": ["norm", "q_proj"]}, "modules_to_save: .* no tensors for: norm, q_proj"),
+    (lambda t: t | heads("", ".base_layer"), {}, "duplicate"),
     (
         lambda t: t | heads(""),
         {"ensure_weight_tying": True},
@@ -160,12 +164,12 @@ HOSTILE: list[tuple[Change, dict[str, Any], str]] = [
     (
         lambda t: t | heads("") | {f"{PREFIX}{OTHER_HEAD}.weight": torch.zeros(40, 16)},
         {},
-        "tensors that stand twice: .*embed_out.weight, .*lm_head.weight",
+        "duplicate tensors: .*embed_out.weight, .*lm_head.weight",
     ),
     (
         lambda t: t | factors({HEAD: (40, 16), OTHER_HEAD: (40, 16)}),
         {"target_modules": ["q_proj", "down_proj", HEAD, OTHER_HEAD]},
-        "matrices that stand twice: embed_out, lm_head",
+        "duplicate matrices: embed_out, lm_head",
     ),
     (lambda t: without(t, B), {}, "missing tensors.*lora_B"),
     (lambda t: {}, {}, "none of its tensors"),
@@ -174,8 +178,8 @@ HOSTILE: list[tuple[Change, dict[str, Any], str]] = [
     (lambda t: t | {A: t[A].flatten()}, {}, "has shape"),
     (lambda t: t | {A: t[A].to(torch.int8)}, {}, "is I8"),
     (lambda t: t, {"r": 4}, r"expected \[4, 16\]"),
-    (lambda t: factors(SHAPES, lambda name: 17), {"r": 17}, "rank 17, more than the 16"),
-    (lambda t: t, {"rank_pattern": {"q_proj": 2**30}}, "more than the 16"),
+    (lambda t: factors(SHAPES, lambda name: 17), {"r": 17}, "rank 17, more than max_lora_rank=16"),
+    (lambda t: t, {"rank_pattern": {"q_proj": 2**30}}, "more than max_lora_rank=16"),
 ]
 
 

@@ -54,7 +54,7 @@ def test_choice(text: str, gpus: FakeGpus, device: str) -> None:
     [
         ("cuda", FakeGpus(why_missing="no driver"), "device=cuda: no driver"),
         ("cuda:0", FakeGpus(0), "device=cuda:0: no CUDA device is visible to this process"),
-        ("cuda:2", FakeGpus(2), "device=cuda:2: 2 GPUs are visible, counted from 0; ask for fewer workers"),
+        ("cuda:2", FakeGpus(2), "device=cuda:2: 2 GPUs are visible, counted from 0; use fewer workers"),
         ("auto:1", FakeGpus(1), "device=auto:1: 1 GPU is visible"),
         ("cuda:1", FakeGpus(2, problems={1: "no kernel image"}), "device=cuda:1: .* does not work .*: no kernel image"),
         ("auto:1", FakeGpus(2, problems={1: "no kernel image"}), "device=auto:1: .* no kernel image"),

@@ -70,7 +70,7 @@ def test_a_grammar_that_does_not_compile_is_an_error_and_is_not_kept() -> None:
 
 
 def test_there_is_no_grammar_without_an_end() -> None:
-    with pytest.raises(GrammarError, match="end of sequence"):
+    with pytest.raises(GrammarError, match="end-of-sequence"):
         small_grammars().matcher(grammars.regex("h"), [], NONE)
 
 

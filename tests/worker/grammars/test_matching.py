@@ -100,7 +100,7 @@ def test_special_tokens_stand_where_a_grammar_names_them() -> None:
 def test_an_end_of_sequence_that_a_grammar_names_before_its_end_is_an_error_that_says_so() -> None:
     matcher = started(grammars.lark(f'start: "a" <[{end()}]> "b"'), small_tokenizer().tokenize_str("a"))
     assert allowed(matcher) == set()
-    assert matcher.error == "it needs an end of sequence where it does not end (output token 1)"
+    assert matcher.error == "it requires an end of sequence before its end (output token 1)"
 
 
 def test_an_end_that_is_text_ends_and_is_not_written() -> None:
@@ -115,10 +115,10 @@ def test_tokens_that_do_not_fit_are_an_error_that_stays() -> None:
     matcher = started(grammars.choice(["hhh"]))
     matcher.consume(h)
     matcher.consume(w)
-    assert matcher.error == "its tokens so far do not fit it (output token 1)"
+    assert matcher.error == "the tokens so far do not match it (output token 1)"
     matcher.consume(h)
     assert allowed(matcher) == set()
-    with pytest.raises(GrammarError, match="do not fit it"):
+    with pytest.raises(GrammarError, match="do not match it"):
         started(grammars.choice(["hhh"]), [h, w])
 
 

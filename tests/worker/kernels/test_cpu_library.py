@@ -338,7 +338,7 @@ def test_the_best_level_of_any_machine(best: int) -> None:
         if level <= best:
             assert lib.chosen_level(name, supported) == name
         else:
-            with pytest.raises(BackendError, match=f"{', '.join(lib.LEVELS[: best + 1])}, not at '{name}'"):
+            with pytest.raises(BackendError, match=f"{', '.join(lib.LEVELS[: best + 1])}, not '{name}'"):
                 lib.chosen_level(name, supported)
 
 
@@ -346,18 +346,18 @@ def test_a_level_in_between_may_be_missing() -> None:
     supported = {"base": True, "avx2": True, "avx512": True}
     assert lib.chosen_level("", [supported.get(name, False) for name in lib.LEVELS]) == "avx512"
     supported["avx2"] = False
-    with pytest.raises(BackendError, match="at base, avx512, not at 'avx2'"):
+    with pytest.raises(BackendError, match="supports base, avx512, not 'avx2'"):
         lib.chosen_level("avx2", [supported.get(name, False) for name in lib.LEVELS])
 
 
 def test_an_unknown_level_is_a_clear_error() -> None:
-    with pytest.raises(BackendError, match="not at 'avx1024'"):
+    with pytest.raises(BackendError, match="not 'avx1024'"):
         lib.chosen_level("avx1024", [True] * len(lib.LEVELS))
 
 
 @pytest.mark.parametrize("k", [1, 97])
 def test_odd_inputs_are_refused(library: lib.Library, k: int) -> None:
-    with pytest.raises(BackendError, match=f"pairs, {k} are odd"):
+    with pytest.raises(BackendError, match=f"even number of inputs, got {k}"):
         library.pack(bf16(3, k))
 
 

@@ -213,7 +213,7 @@ def test_values_of_their_own_are_what_keys_are_before_they_turn() -> None:
 @pytest.mark.parametrize("level", levels()[-1:])
 def test_latents_as_whole_numbers_are_refused_where_sums_would_overflow(level: str) -> None:
     kept = shape_of(torch.bfloat16, 2, quantized=True)
-    with pytest.raises(BackendError, match="int8 for heads of up to 256 dimensions, not 576"):
+    with pytest.raises(BackendError, match="int8 KV cache for heads of up to 256 dimensions, not 576"):
         ops_of(level, torch.bfloat16).new_kv_cache(kept, 2, BLOCK)
 
 

@@ -268,7 +268,7 @@ def test_machines_without_kernels_of_their_own_are_served_by_torch() -> None:
     needs = Needs(dtype=torch.bfloat16, hidden_size=64, head_dims=(16,))
     ops, remarks = load_ops(CPU, "auto", needs, machine="aarch64")
     assert isinstance(ops, AtenOps)
-    assert remarks == ["torch serves: kernels: native has no vector instructions of aarch64, torch's libraries do"]
+    assert remarks == ["torch serves: kernels: native lacks vector code for aarch64, which torch's libraries have"]
 
 
 @pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler here; the torch back end serves")

@@ -135,5 +135,5 @@ def test_quantised_layers_are_packed_from_their_levels(name: str, monkeypatch: p
 
 
 def test_a_level_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(BackendError, match="not at 'sse'"):
+    with pytest.raises(BackendError, match="not 'sse'"):
         Roofline(SMALL, QUICK, instruction_set="sse")

@@ -110,7 +110,7 @@ class Wrong(NativeOps):
         ("floats", "linear", "linear layers are wrong (floats of 4 bits)"),
         ("heads", "linear", "layers of heads are wrong"),
         ("experts", "linear", "experts are wrong"),
-        ("crowd", "linear", "what experts say of a row depends on its neighbours"),
+        ("crowd", "linear", "the experts' result for a row depends on its neighbours"),
         ("norm", "pointwise", "norms are wrong"),
         ("shift", "pointwise", "layer norms are wrong"),
         ("attention", "attention", "attention is wrong"),
@@ -155,8 +155,8 @@ def test_layers_with_odd_inputs_are_left_to_torch(odd: int) -> None:
     needs = replace(NEEDS, inputs=(64, odd))
     ops, remarks = load_ops(CPU, "auto", needs)
     assert ops.name == "linear torch, pointwise native, attention native, sampling native"
-    assert remarks == [f"linear by torch, not by native: native multiplies inputs in pairs, {odd} are odd"]
-    with pytest.raises(BackendError, match=f"native cannot serve linear: .* {odd} are odd"):
+    assert remarks == [f"linear by torch, not by native: native needs an even number of inputs, got {odd}"]
+    with pytest.raises(BackendError, match=f"native cannot serve linear: .* got {odd}"):
         load_ops(CPU, "native", needs)
     assert load_ops(CPU, "native,linear=torch", needs)[0].name == ops.name
     x, weight = torch.randn(3, odd).bfloat16(), torch.randn(5, odd).bfloat16()

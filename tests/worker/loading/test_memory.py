@@ -178,7 +178,7 @@ def test_a_model_length_that_no_request_fits_is_refused() -> None:
 
 def test_a_gpu_with_too_little_left_says_where_the_rest_went() -> None:
     full = USE._replace(in_use=70 * GIB)
-    message = r"0.00 GiB, being 0.9 of the GPU's 80.00 GiB less 70.00 in use, 3.00 for a step, 1.00 for graphs"
+    message = r"0.00 GiB, which is 0.9 of the GPU's 80.00 GiB less 70.00 in use, 3.00 for a step, 1.00 for graphs"
     with pytest.raises(NotEnoughMemory, match=message + ".*raise gpu_memory_utilization, kv_cache_gib or num_blocks"):
         num_kv_blocks(config_of(), Needs(), use=full)
 

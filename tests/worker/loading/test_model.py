@@ -130,7 +130,7 @@ def test_shards_are_the_same_model(config: WorkerConfig, tmp_path: Path) -> None
 
 def test_max_model_len(config: WorkerConfig) -> None:
     assert load_model(replace(config, max_model_len=100)).max_model_len == 100
-    with pytest.raises(ValueError, match=r"max_model_len=1025 is beyond the model's own limit of 1024"):
+    with pytest.raises(ValueError, match=r"max_model_len=1025 exceeds the model's own limit of 1024"):
         load_model(replace(config, max_model_len=1025))
 
 

@@ -136,7 +136,7 @@ def test_all_tables_together_take_the_memory_there_is() -> None:
 def test_a_model_of_windows_needs_room_for_one_and_its_steps() -> None:
     (model,) = settle(Model((shape(1024),)))
     assert num_kv_blocks(config_of(num_blocks=33 + 2 + 32), model) == 67
-    with pytest.raises(NotEnoughMemory, match="of which a row takes 2144"):
+    with pytest.raises(NotEnoughMemory, match="a request needs 2144"):
         num_kv_blocks(config_of(num_blocks=66), model)
 
 
@@ -146,5 +146,5 @@ def test_what_a_context_takes() -> None:
     assert bytes_of_row(model.kv_groups, model.retentions, LONG, 32) == one * (10 * LONG + 52 * 35 * 32)
     assert bytes_of_row(model.kv_groups, model.retentions, 64, 32) == one * 62 * 64
     said = "a context of 32768 tokens takes"
-    assert context_cost(model, 32) == f"{said} 47.1 MiB, 19% of what it would if all layers kept all"
+    assert context_cost(model, 32) == f"{said} 47.1 MiB, 19% of what it would take if every layer kept all tokens"
     assert context_cost(GEMMA, 32) == f"{said} 248.0 MiB"  # type: ignore[arg-type]

@@ -171,7 +171,7 @@ def test_wrong_wiring_is_refused_in_16_bits(
 def test_a_wrongly_packed_layer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = AtenOps.pack_linear
     monkeypatch.setattr(AtenOps, "pack_linear", lambda self, weight, bias=None: pack(self, weight.flip(0), bias))
-    with pytest.raises(UnsupportedConfig, match=r"a packed layer of .* computes something else"):
+    with pytest.raises(UnsupportedConfig, match=r"a packed layer of .* computes a different result"):
         load_model(WorkerConfig(model=str(small_llama(tmp_path)), dtype="bfloat16", kernels="torch"))
 
 
@@ -185,7 +185,7 @@ def test_layers_that_are_not_plain_attention(model_type: str, tmp_path: Path) ->
 def test_a_window_that_only_a_mask_knows_is_not_overlooked(tmp_path: Path) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     path = save(make_model("phimoe", {**experts, "sliding_window": 40}), tmp_path / "phimoe")
-    with pytest.raises(UnsupportedConfig, match="'sliding_window'=40, but no layer says it slides"):
+    with pytest.raises(UnsupportedConfig, match="'sliding_window'=40, but no layer is marked as sliding"):
         load_model(WorkerConfig(model=str(path), dtype="float32", kernels="torch"))
 
 

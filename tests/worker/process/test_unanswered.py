@@ -117,8 +117,8 @@ class Admits:
 def test_why_nothing_is_heard_is_told_by_what_libzmq_saw(keys: tuple[CurveKeys, CurveKeys], keyed: str) -> None:
     ours, theirs = keys
     causes = {
-        Link(keyed, "w", ours): "connected, and no answer comes",
-        Link(keyed, "w", theirs._replace(peers=ours.peers)): "this worker's key is not one that it admits",
+        Link(keyed, "w", ours): "connected, but there is no answer",
+        Link(keyed, "w", theirs._replace(peers=ours.peers)): "the engine core does not admit this worker's key",
         Link(keyed, "w", ours._replace(peers=theirs.peers)): NO_HANDSHAKE,
         Link(keyed, "w"): NO_HANDSHAKE,
         Link("ipc:///no/such/socket", "w"): NO_CONNECTION,

@@ -63,11 +63,11 @@ def errors_of(made: RowTable, **plan: object) -> dict[int, str]:
         ({"token_ids": [100]}, "token_ids must be between 0 and 99"),
         ({"token_ids": [-1]}, "token_ids must be between"),
         ({"token_ids": [2**64 - 1]}, "token_ids: a value is out of range"),
-        ({"token_ids": []}, "num_prompt_tokens is 2 of 0"),
-        ({"num_prompt_tokens": 0}, "num_prompt_tokens is 0"),
-        ({"num_prompt_tokens": 3}, "num_prompt_tokens is 3"),
-        ({"num_computed": 2}, "num_computed is 2 of 2"),
-        ({"num_computed": -1}, "num_computed is -1"),
+        ({"token_ids": []}, "num_prompt_tokens=2 does not fit 0"),
+        ({"num_prompt_tokens": 0}, "num_prompt_tokens=0"),
+        ({"num_prompt_tokens": 3}, "num_prompt_tokens=3"),
+        ({"num_computed": 2}, "num_computed=2 does not fit 2"),
+        ({"num_computed": -1}, "num_computed=-1"),
         ({"block_ids": [8]}, "block_ids must be between 0 and 7"),
         ({"block_ids": [2**70]}, "block_ids: a value is out of range"),
         ({"eos_token_ids": (100,)}, "eos_token_ids must be"),
@@ -165,7 +165,7 @@ def test_a_chunk_that_cannot_be_next_ends_its_row_alone(chunk: Chunk, says: str)
 def test_the_context_limit_holds_even_where_blocks_would_do() -> None:
     made = table(new_row(1, [1] * 70, list(range(8)), num_computed=60))
     assert made.accept([Chunk(1, 60, 10, True)]) == []
-    assert "context is 64" in made.take_errors()[0].message
+    assert "context of 64" in made.take_errors()[0].message
 
 
 def test_two_chunks_of_a_row_in_one_step_end_it() -> None:
@@ -192,7 +192,7 @@ def test_a_row_has_a_table_for_each_group() -> None:
 @pytest.mark.parametrize(
     ("block_ids", "says"),
     [
-        ([0, 1, 8], "3 are not as many for each of 2 groups"),
+        ([0, 1, 8], "3 do not divide evenly into 2 groups"),
         ([0, 1, 8, 7], "block_ids must be between 8 and 10"),
         ([0, 8, 8, 9], "block_ids must be between 0 and 7"),
         ([NO_BLOCK, 1, 8, 9], "block_ids must be between 0 and 7"),

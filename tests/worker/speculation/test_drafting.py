@@ -444,9 +444,12 @@ def test_a_long_prompt_from_the_cache_is_indexed_in_steps(monkeypatch: pytest.Mo
     ("options", "complaint"),
     [
         ({"speculation": "medusa"}, "speculation must be empty or one of ngram, suffix, draft-model, got 'medusa'"),
-        ({"speculation": "draft-model"}, "draft_model and speculation=draft-model go together"),
-        ({"draft_model": "/m"}, "draft_model and speculation=draft-model go together"),
-        ({"speculation": "ngram", "draft_model": "/m"}, "draft_model and speculation=draft-model go together"),
+        ({"speculation": "draft-model"}, "draft_model and speculation=draft-model must be given together"),
+        ({"draft_model": "/m"}, "draft_model and speculation=draft-model must be given together"),
+        (
+            {"speculation": "ngram", "draft_model": "/m"},
+            "draft_model and speculation=draft-model must be given together",
+        ),
         ({"speculation": "ngram", "max_drafts": -1}, "max_drafts must be between 0 and 1024, got -1"),
         ({"max_drafts": 4}, "max_drafts is given, but speculation is off"),
     ],
@@ -475,8 +478,8 @@ def changed(path: Path, target: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"vocab_size": 300}, "its vocabulary has 300 tokens, that of the model 256"),
-        ({"max_position_embeddings": 512}, "max_model_len=1024 is beyond the model's own limit of 512"),
+        ({"vocab_size": 300}, "its vocabulary has 300 tokens, but the model's has 256"),
+        ({"max_position_embeddings": 512}, "max_model_len=1024 exceeds the model's own limit of 512"),
     ],
 )
 def test_a_draft_model_must_go_with_the_model(path: Path, tmp_path: Path, changes: Any, complaint: str) -> None:
@@ -505,9 +508,9 @@ def test_speculation_is_no_part_of_the_numerics(path: Path) -> None:
 
 def test_kernels_whose_results_depend_on_the_batch_are_refused(path: Path) -> None:
     config = config_of(path, path, kernels="reference")
-    with pytest.raises(ValueError, match="speculation needs kernels"):
+    with pytest.raises(ValueError, match="speculation is not possible with these kernels"):
         load_runner(config, lambda done, total: None)
-    with pytest.raises(ValueError, match="speculation needs kernels"):
+    with pytest.raises(ValueError, match="speculation is not possible with these kernels"):
         check_invariant(load_model(config))
 
 

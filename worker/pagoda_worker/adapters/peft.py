@@ -29,13 +29,13 @@ TAKEN = frozenset({
 KEEP_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the model's own weights unchanged."""
 REASONS = {
-    "use_dora": "DoRA scales the model's own weights",
-    "lora_bias": "a bias of an adapter is not added",
-    "layer_replication": "layers are not repeated",
-    "trainable_token_indices": "embeddings of tokens are not replaced",
-    "target_parameters": "experts in one tensor have no adapters",
-    "alora_invocation_tokens": "an adapter is in force for the whole prompt",
-    "use_qalora": "QALoRA pools the inputs",
+    "use_dora": "DoRA is not supported, as it scales the model's own weights",
+    "lora_bias": "adapters with biases are not supported",
+    "layer_replication": "repeated layers are not supported",
+    "trainable_token_indices": "retrained token embeddings are not supported",
+    "target_parameters": "adapters for experts stored in one tensor are not supported",
+    "alora_invocation_tokens": "activated LoRA is not supported, an adapter applies to the whole prompt",
+    "use_qalora": "QALoRA is not supported, as it pools the inputs",
 }
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
 
@@ -58,7 +58,7 @@ def read_peft(config: Mapping[str, Any]) -> PeftConfig:
     _refuse(config)
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
     if not _is_rank(rank):
-        raise AdapterError(f"r: must be a whole number from 1 on, got {rank!r:.100}")
+        raise AdapterError(f"r: must be a whole number of at least 1, got {rank!r:.100}")
     if not _is_alpha(alpha):
         raise AdapterError(f"lora_alpha: must be a number, got {alpha!r:.100}")
     ranks = by_pattern("rank_pattern", config.get("rank_pattern") or {}, _is_rank)
@@ -85,14 +85,14 @@ def _refuse(config: Mapping[str, Any]) -> None:
     if config.get("task_type") not in (None, "CAUSAL_LM"):
         raise AdapterError(f"task_type: only 'CAUSAL_LM' is served, got {config['task_type']!r:.100}")
     if config.get("bias", "none") != "none":
-        raise AdapterError(f"bias: biases are not replaced, so it must be 'none', got {config['bias']!r:.100}")
+        raise AdapterError(f"bias: must be 'none', as retrained biases are not supported, got {config['bias']!r:.100}")
     begun = config.get("init_lora_weights", True)
     if not isinstance(begun, bool | str | None) or begun not in KEEP_THE_BASE:
-        why = "it changed the model's own weights, so the adapter has to be converted"
+        why = "it changed the model's own weights, so convert the adapter first"
         raise AdapterError(f"init_lora_weights: {why}, got {begun!r:.100}")
     for field, value in config.items():
         if value and field not in HARMLESS and field not in TAKEN:
-            raise AdapterError(f"{field[:100]}: {REASONS.get(field, 'is not known here')}, got {value!r:.100}")
+            raise AdapterError(f"{field[:100]}: {REASONS.get(field, 'unknown field')}, got {value!r:.100}")
 
 
 def _targets(config: Mapping[str, Any]) -> Matches:
@@ -122,7 +122,7 @@ def _layers(config: Mapping[str, Any]) -> Matches:
         return lambda name: True
     numbers = value if isinstance(value, list) else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in numbers):
-        raise AdapterError(f"layers_to_transform: must be numbers of layers, got {value!r:.100}")
+        raise AdapterError(f"layers_to_transform: must be layer numbers, got {value!r:.100}")
     layers = frozenset(numbers)
     return lambda name: (found := _LAYER.search(name)) is not None and int(found[1]) in layers
 

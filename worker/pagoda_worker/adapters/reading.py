@@ -60,7 +60,7 @@ def read_adapter(path: Path, digest: str, places: Places, limits: Limits, dtype:
         raise AdapterError(f"{WEIGHTS}: {'; '.join(error.problems)}") from error
     found = _judged(entries, peft, places, limits)
     if digest_of(config, hashlib.sha256(content).digest()) != digest:
-        raise AdapterError("the files have changed since this adapter was loaded by its name")
+        raise AdapterError("the files have changed since this adapter was loaded under its name")
     factors = {
         places.modules[own].name: Factors(_tensor(content, a, dtype), _tensor(content, b, dtype), peft.scale(own))
         for own, (a, b) in found.pairs.items()
@@ -85,7 +85,7 @@ def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limi
     problems += _twice_problems("tensors", {tensor: places.whole[own].name for tensor, own in brought.items()})
     problems += _twice_problems("matrices", {own: places.modules[own].name for own in present})
     if not present and not brought:
-        problems.append("none of its tensors is for a matrix of this model")
+        problems.append("none of its tensors belongs to a matrix of this model")
     if not problems:
         problems = [line for own in sorted(present) for line in _rank_problems(own, entries, peft, places, limits)]
         shapes = {tensor: places.whole[own].shape for tensor, own in brought.items()}
@@ -99,7 +99,7 @@ def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limi
 def _twice_problems(what: str, meant: Mapping[str, str]) -> list[str]:
     """Names that mean the same: checkpoints of a family may use several spellings."""
     times = Counter(meant.values())
-    return _listing(f"{what} that stand twice", [name for name, one in meant.items() if times[one] > 1])
+    return _listing(f"duplicate {what}", [name for name, one in meant.items() if times[one] > 1])
 
 
 def _own_name(tensor: str) -> str:
@@ -111,9 +111,9 @@ def _unknown_problems(unknown: set[str], places: Places) -> list[str]:
     experts = {tensor for tensor in unknown if EXPERTS in tensor}
     modules = {tensor for tensor in unknown - experts if _own_name(tensor) and LORA not in tensor}
     closed = {tensor for tensor in unknown - experts if _own_name(tensor).partition(LORA)[0] in places.closed} - modules
-    problems = _listing("experts take no adapters here", experts)
-    problems += _listing("nothing is added here to", closed)
-    problems += _listing("only norms, embeddings and output matrices are replaced whole", modules)
+    problems = _listing("adapters for experts are not supported", experts)
+    problems += _listing("adapters for these modules are not supported", closed)
+    problems += _listing("only norms, embeddings and output matrices can be replaced whole, not these", modules)
     return problems + _listing("unknown tensors", unknown - experts - modules - closed)
 
 
@@ -126,7 +126,7 @@ def _whole_problems(brought: set[str], peft: PeftConfig, places: Places) -> list
     saved = {name for name in peft.saved if not any(module.endswith(name) for module in modules)}
     return [
         *_listing("missing tensors", missing),
-        *_listing(f"modules_to_save: {WEIGHTS} has nothing for", saved),
+        *_listing(f"modules_to_save: {WEIGHTS} has no tensors for", saved),
     ]
 
 
@@ -134,7 +134,7 @@ def _tying_problems(touched: set[str], peft: PeftConfig, places: Places) -> list
     """If a model uses one matrix for both ends, each end gets only what the file has under that end's own name."""
     if not peft.tying or len(places.tied & touched) != 1:
         return []
-    return [f"ensure_weight_tying: {WEIGHTS} must have something for each of {' and '.join(sorted(places.tied))}"]
+    return [f"ensure_weight_tying: {WEIGHTS} must have tensors for each of {' and '.join(sorted(places.tied))}"]
 
 
 def _rank_problems(
@@ -142,7 +142,7 @@ def _rank_problems(
 ) -> list[str]:
     rank, module = peft.rank(own), places.modules[own]
     if rank > limits.rank:
-        return [f"{own} has rank {rank}, more than the {limits.rank} of max_lora_rank"]
+        return [f"{own} has rank {rank}, more than max_lora_rank={limits.rank}"]
     shapes = zip(module.tensors(own), ((rank, module.inputs), (module.outputs, rank)), strict=True)
     return [line for tensor, shape in shapes for line in _shape_problems(tensor, entries, shape)]
 

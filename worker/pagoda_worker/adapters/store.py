@@ -123,7 +123,7 @@ class AdapterStore:
         ranks = {name: one.a.shape[0] for name, one in tensors.factors.items()}
         size = self._model.adapter_bytes(ranks, tensors.whole)
         if self._each_bytes is not None and size > self._each_bytes:
-            rule = f"more than the {self._each_bytes / MIB:.1f} MiB that are kept for each (max_lora_gib)"
+            rule = f"more than the {self._each_bytes / MIB:.1f} MiB reserved for each adapter (max_lora_gib)"
             raise AdapterError(f"it takes {size / MIB:.1f} MiB of memory, {rule}")
         slot = self._free_slot(in_use)
         self._model.adapt(slot, tensors)
@@ -138,4 +138,4 @@ class AdapterStore:
             if slot not in in_use:
                 del self._slots[digest]
                 return slot
-        raise AdapterError(f"all {self.count} places for adapters (max_loras) are taken by other rows")
+        raise AdapterError(f"all {self.count} adapter slots (max_loras) are in use by other rows")

@@ -51,7 +51,7 @@ class Block:
         if self.floats is not None:
             return self.floats(blocks)
         if self.levels is None:
-            raise TypeError("a block has levels or floats")
+            raise TypeError("a block format has neither levels nor floats")
         levels, scales = self.levels.of(blocks)
         if self.levels.coded:
             signed = torch.tensor(FLOATS, device=levels.device)[levels.long()]

@@ -180,7 +180,9 @@ def open_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint:
         found = _entries(file, header, size)
         entries |= {name: found[name] for name in (found if names is None else names & set(found))}
         if names is not None and names - set(found):
-            raise CheckpointError(path, _listing(f"{INDEX} names, but {file.name} lacks", sorted(names - set(found))))
+            raise CheckpointError(
+                path, _listing(f"tensors that {INDEX} names but {file.name} lacks", sorted(names - set(found)))
+            )
     return Checkpoint(path, entries, digest_of(path, entries), progress)
 
 
@@ -251,7 +253,7 @@ def entries_of(file: Path, content: bytes | bytearray, most_header_bytes: int) -
     """The entries in the header of a file with this content. Raises CheckpointError if it is malformed."""
     length = struct.unpack_from("<Q", content)[0] if len(content) >= 8 else 0
     if length > most_header_bytes or not 2 <= length <= len(content) - 8:
-        raise CheckpointError(file, [f"header of {length} bytes in a file of {len(content)}"])
+        raise CheckpointError(file, [f"invalid header of {length} bytes in a file of {len(content)}"])
     return _entries(file, bytes(memoryview(content)[8 : 8 + length]), len(content))
 
 
@@ -263,7 +265,7 @@ def _header(file: Path) -> tuple[bytes, int]:
             start = opened.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if length > MAX_HEADER_BYTES or not 2 <= length <= size - 8:
-                raise CheckpointError(file, [f"header of {length} bytes in a file of {size}"])
+                raise CheckpointError(file, [f"invalid header of {length} bytes in a file of {size}"])
             return opened.read(length), size
     except OSError as error:
         raise CheckpointError(file, [_told(error)]) from error

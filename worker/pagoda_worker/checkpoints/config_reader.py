@@ -143,7 +143,7 @@ class ConfigReader:
         if wrong or len(kinds) != self.size("num_hidden_layers"):
             named = limited.removesuffix("_attention")
             raise UnsupportedConfig(
-                f"config.json: 'layer_types' must name every layer full or {named}, got {shown(kinds)}"
+                f"config.json: 'layer_types' must mark every layer as full or {named}, got {shown(kinds)}"
             )
         if window is None and limited in kinds:
             raise UnsupportedConfig("config.json: 'layer_types' has sliding layers, but 'sliding_window' is not set")

@@ -48,9 +48,9 @@ def compiled(expressions: Sequence[str], around: str = "{}") -> list[re.Pattern[
     strange = [one for one in expressions if len(one) > MAX_CHARS or _STRANGE.search(one)]
     if strange or sum(ways(around.replace("{}", side)) for one in expressions for side in sides(one)) > MAX_WAYS:
         worst = (strange or sorted(expressions, key=ways)[-1:])[0]
-        rule = f"patterns have up to {MAX_CHARS} characters, few repetitions, alternatives and options, none nested"
-        raise ValueError(f"{rule}, and no backreferences, got {worst[:80]!a}")
+        rule = f"patterns may have up to {MAX_CHARS} characters and few repetitions, alternatives and options"
+        raise ValueError(f"{rule}, without nesting or backreferences, got {worst[:80]!a}")
     try:
         return [re.compile(around.replace("{}", f"(?:{one})")) for one in expressions]
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"a pattern is no regular expression: {error}") from error
+        raise ValueError(f"a pattern is not a regular expression: {error}") from error

@@ -106,13 +106,13 @@ def _entries(gguf: Gguf, family: str) -> tuple[dict[str, Entry], dict[str, Undo]
         if stored in CONFIGURING:
             continue
         if tensor.kind in BLOCKS and (len(tensor.shape) == 1 or stored.endswith(".bias")):
-            raise gguf.bad(f"tensor {stored!r} is a list in blocks, which no converter makes")
+            raise gguf.bad(f"tensor {stored!r} is a vector or bias of a quantised type, which no converter writes")
         many = tensor.shape[0] if len(tensor.shape) == 3 or stored.endswith("_exps.bias") else 1
         if len(entries) + many > MOST_ENTRIES:
-            raise gguf.bad(f"tensor {stored!r} has {many} matrices, more than any model has with those before it")
+            raise gguf.bad(f"tensor {stored!r} has {many} matrices, which exceeds the limit of {MOST_ENTRIES} in all")
         for name, entry in _published(gguf, family, stored, tensor):
             if name in entries:
-                raise gguf.bad(f"tensor {stored!r} is not the only one that would be {name!r}")
+                raise gguf.bad(f"tensor {stored!r} maps to {name!r}, as another tensor does")
             entries[name] = entry
             undo = undo_of(stored)
             if undo is not None:
@@ -139,7 +139,7 @@ def _published(gguf: Gguf, family: str, stored: str, tensor: GgufTensor) -> Iter
         return
     known = {**PARTS, **OF_FAMILY.get(family, {})}
     if part not in known or kind != BARE.get(part, kind):
-        raise gguf.bad(f"tensor {stored!r} is none that a model of architecture {family!r} has here")
+        raise gguf.bad(f"tensor {stored!r} is not a known tensor of architecture {family!r}")
     entry = _entry(tensor)
     if part in OF_HEADS and dimensions == 3:
         entry = replace(entry, shape=(entry.shape[0] * entry.shape[1], entry.shape[2]))

@@ -41,7 +41,7 @@ def vocabulary(path: Path) -> dict[str, int]:
             vocab = {one[0]: index for index, one in enumerate(vocab)}
         found = dict(vocab) | {one["content"]: one["id"] for one in definition.get("added_tokens") or []}
         if not all(type(one) is int for one in found.values()):
-            raise TypeError("an id that is no number")
+            raise TypeError("an id is not a number")
         return found
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(path / "tokenizer.json", ["its vocabulary is in no form that is known"]) from error
+        raise CheckpointError(path / "tokenizer.json", ["its vocabulary has an unknown form"]) from error

@@ -114,7 +114,9 @@ def rope_shape(config: ConfigReader, parameters: Mapping[str, Any], head_dim: in
 def _turning(head_dim: int, partial: float) -> int:
     dims = int(head_dim * partial)
     if not 2 <= dims <= head_dim or dims % 2:
-        raise invalid(ROPE, f"'partial_rotary_factor'={partial:g} turns {dims} of {head_dim} dimensions of a head")
+        raise invalid(
+            ROPE, f"'partial_rotary_factor'={partial:g} rotates {dims} of {head_dim} dimensions, not an even part"
+        )
     return 0 if dims == head_dim else dims
 
 
@@ -128,7 +130,7 @@ def _scaled(config: ConfigReader, reader: ConfigReader, plain: RopeShape, option
         return replace(plain, factor=reader.positive("factor", 1.0))
     if plain.kind == "dynamic":
         if plain.dims < 4:
-            raise invalid(ROPE, f"'rope_type'='dynamic' needs 4 dimensions that turn, not {plain.dims}")
+            raise invalid(ROPE, f"'rope_type'='dynamic' needs at least 4 rotated dimensions, got {plain.dims}")
         return replace(plain, factor=reader.positive("factor", 1.0), original_max_position=longest)
     if plain.kind == "llama3":
         return _llama3(reader, replace(plain, original_max_position=trained))
@@ -187,6 +189,8 @@ def _longrope(reader: ConfigReader, plain: RopeShape, longest: int) -> RopeShape
 def _factors(reader: ConfigReader, name: str, count: int) -> tuple[float, ...]:
     values = reader.take(name, list)
     if len(values) != count:
-        raise invalid(ROPE, f"{name!r} must have {count} numbers, one for each pair that turns, got {len(values)}")
+        raise invalid(
+            ROPE, f"{name!r} must have {count} numbers, one per rotated pair of dimensions, got {len(values)}"
+        )
     numbers = ConfigReader({f"{name}[{i}]": value for i, value in enumerate(values)}, ROPE)
     return tuple(numbers.positive(f"{name}[{i}]", 0.0) for i in range(count))

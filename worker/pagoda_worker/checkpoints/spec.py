@@ -168,7 +168,7 @@ def both_ways(spec: DecoderSpec) -> DecoderSpec:
     Raises UnsupportedConfig for layers that are causal by nature.
     """
     if any(layer.latent or layer.attention.chunked or layer.attention.sinks for layer in spec.layers):
-        raise UnsupportedConfig("config.json: latents, chunks and sinks go with causal attention only")
+        raise UnsupportedConfig("config.json: latents, chunks and sinks need causal attention")
     layers = (replace(layer, attention=replace(layer.attention, causal=False)) for layer in spec.layers)
     return replace(spec, layers=tuple(layers))
 

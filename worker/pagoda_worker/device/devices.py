@@ -67,7 +67,7 @@ def choose_device(text: str, gpus: Gpus | None = None) -> torch.device:
     if choice.number >= gpus.count():
         # Not the CPU for the last worker: workers that differ in their last bits cannot replace one another.
         seen = f"{gpus.count()} {'GPU is' if gpus.count() == 1 else 'GPUs are'} visible"
-        raise DeviceError(f"device={text}: {seen}, counted from 0; ask for fewer workers, or for device=cpu")
+        raise DeviceError(f"device={text}: {seen}, counted from 0; use fewer workers or device=cpu")
     problem = gpus.problem(choice.number)
     if problem and choice.kind == AUTO and choice.number == 0:
         log.warning("computing on the CPU: GPU 0 does not work with torch %s: %s", torch.__version__, problem)

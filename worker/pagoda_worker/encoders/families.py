@@ -58,7 +58,7 @@ def _activation(config: ConfigReader, name: str, default: str = "gelu") -> str:
 def _attention(hidden: int, heads: int, window: int | None = None) -> AttentionShape:
     dim = hidden // heads
     if hidden % heads or dim % 2:
-        raise invalid("config.json", f"a hidden size of {hidden} is not shared out evenly among {heads} heads")
+        raise invalid("config.json", f"a hidden size of {hidden} does not divide into {heads} heads of an even size")
     return AttentionShape(
         num_heads=heads, num_kv_heads=heads, head_dim=dim, scale=dim**-0.5, window=window, causal=False
     )
@@ -365,7 +365,7 @@ def encoder_spec(architecture: str, fields: dict[str, Any]) -> EncoderSpec:
     """
     family = family_of(architecture)
     if not family:
-        raise UnsupportedConfig(f"config.json: architecture {architecture!r} is no encoder that is known here")
+        raise UnsupportedConfig(f"config.json: architecture {architecture!r} is not a supported encoder")
     reader = ConfigReader(fields, harmless=ENCODER_HARMLESS, required=REQUIRED_VALUES | SEES_BOTH_WAYS)
     spec = FAMILIES[family](reader)
     reader.finish()

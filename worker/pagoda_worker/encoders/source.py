@@ -63,7 +63,7 @@ def stripped(checkpoint: Checkpoint, anchor: str) -> None:
     renamed = {_new_name(name): entry for name, entry in checkpoint.entries.items()}
     found = min((name for name in renamed if name.endswith(anchor)), key=len, default=None)
     if found is None:
-        raise CheckpointError(checkpoint.path, [f"no tensor is called {anchor}"])
+        raise CheckpointError(checkpoint.path, [f"there is no tensor {anchor}"])
     checkpoint.entries = _below(renamed, found.removesuffix(anchor))
 
 

@@ -63,7 +63,7 @@ class CompiledGrammars:
 
     def matcher(self, grammar: str, ends: Sequence[int], outputs: Ids) -> Matcher:
         if not ends:
-            raise GrammarError("it ends by an end of sequence, and the request has none")
+            raise GrammarError("it needs an end-of-sequence token, and the request has none")
         state = self._compile(grammar).deep_copy()
         matcher = Matcher(state, self._tokens, np.array(ends, np.int64), partial(self._anew, grammar))
         for token in outputs.tolist():
@@ -114,7 +114,7 @@ def _model_ends(files: ModelFiles) -> list[int] | None:
     for name in ("generation_config.json", "config.json"):
         fields: Any = json.loads(files.read(name, MAX_TOKENIZER_BYTES) or "{}")
         if not isinstance(fields, dict):
-            raise ValueError(f"{name} is no object")
+            raise ValueError(f"{name} is not a JSON object")
         said = fields.get("eos_token_id")
         ends = [one for one in (said if isinstance(said, list) else [said]) if isinstance(one, int)]
         if ends:

@@ -98,7 +98,7 @@ class Matcher:
     def consume(self, token: int) -> None:
         """Take the next output; a forbidden token is an error."""
         if not self.allows(token):
-            self._fail("its tokens so far do not fit it")
+            self._fail("the tokens so far do not match it")
         elif token in self._ends:
             self._ended = True
         elif not self._take(token):
@@ -149,7 +149,7 @@ class Matcher:
 
     def _spell(self, allowed: Bits, text: bytes) -> None:
         if text.startswith(NO_TEXT):
-            self._fail("it needs an end of sequence where it does not end")
+            self._fail("it requires an end of sequence before its end")
         else:
             put(allowed, self._tokens.spelled(text), to=True)
 

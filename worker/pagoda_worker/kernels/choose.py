@@ -106,7 +106,7 @@ def _automatic(loader: _Loader, families: Collection[str], machine: str) -> tupl
     name = "native" if loader.device.type == "cpu" else "triton"
     try:
         if name == "native" and machine not in VECTORISED:
-            raise BackendError(f"kernels: native has no vector instructions of {machine}, torch's libraries do")
+            raise BackendError(f"kernels: native lacks vector code for {machine}, which torch's libraries have")
         ops, unfit = loader.load(name)
     except BackendError as error:
         return dict.fromkeys(FAMILIES, loader.named("torch", families)), [f"torch serves: {error}"]

@@ -68,15 +68,15 @@ class Library:
             return f"{self.title} computes in bfloat16 or float16, not in {needs.dtype}: see --dtype"
         if any(dim > WIDEST_HEAD or dim % HEAD_STEP for dim in needs.head_dims):
             return (
-                f"{self.title} takes heads of a multiple of {HEAD_STEP} dimensions up to {WIDEST_HEAD}, "
-                f"this model's have {', '.join(map(str, needs.head_dims))}"
+                f"{self.title} needs head sizes that are multiples of {HEAD_STEP} up to {WIDEST_HEAD}, "
+                f"this model's are {', '.join(map(str, needs.head_dims))}"
             )
         if any(shape.sinks for shape in needs.attention):
-            return f"{self.title} knows no attention sinks, which this model has"
+            return f"{self.title} does not support attention sinks, which this model has"
         if needs.block_size % self.block_multiple:
             return (
-                f"{self.title} takes blocks of a multiple of {self.block_multiple} tokens, not of {needs.block_size}: "
-                f"--block-size {self.block_multiple}"
+                f"{self.title} needs a block size that is a multiple of {self.block_multiple}, not {needs.block_size}: "
+                f"set --block-size {self.block_multiple}"
             )
         return ""
 
@@ -123,9 +123,9 @@ class FlashOps:
     ) -> Tensor:
         """Raises BackendError for `sinks`, which no version supports, and for what only encoders need."""
         if bias is not None or not shape.causal:
-            raise BackendError("kernels: flash-attention is called for causal layers here: choose attention=torch")
+            raise BackendError("kernels: flash-attention supports causal layers only: choose attention=torch")
         if sinks is not None:
-            raise BackendError("kernels: flash-attention knows no attention sinks: choose attention=triton")
+            raise BackendError("kernels: flash-attention does not support attention sinks: choose attention=triton")
         if layer == 0:
             torch.cumsum(plan.lengths, 0, dtype=torch.int32, out=plan.sums[1:])
         keys, values = (part.transpose(1, 2) for part in kv.layer(layer))

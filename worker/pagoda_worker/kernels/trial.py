@@ -58,7 +58,7 @@ def _problem_of(shape: AttentionShape, ops: Ops, yardstick: Ops, needs: Needs, g
     whole = attend(ops, [(0, LENGTH)], num_blocks)
     tolerance = TOLERANCE[needs.dtype]
     if not torch.allclose(whole, attend(yardstick, [(0, LENGTH)], num_blocks), rtol=tolerance, atol=tolerance):
-        return f"its results are not those of {yardstick.name}"
+        return f"its results differ from those of {yardstick.name}"
     expected = torch.cat([whole[start:end] for start, end in SPANS])
     alone = torch.cat([attend(ops, [span], -(-span[1] // block_size)) for span in SPANS])
     if not (torch.equal(attend(ops, SPANS, wide), expected) and torch.equal(alone, expected)):
@@ -80,7 +80,7 @@ class Times(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.of_a_request * 1e3:.2f} ms for a request of {PROMPT} tokens in and {OUTPUT} out "
-            f"({self.prefill * 1e3:.2f} its prompt, {self.decode * 1e3:.3f} a step of {ROWS} such)"
+            f"({self.prefill * 1e3:.2f} for its prompt, {self.decode * 1e3:.3f} per step of {ROWS} such)"
         )
 
 

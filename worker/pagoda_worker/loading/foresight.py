@@ -54,6 +54,6 @@ def _by_table(model: Foreseen, block_size: int) -> Iterator[str]:
         shapes = [shape for shape in model.kv_groups if shape.table == table]
         layers = sum(shape.num_layers for shape in shapes)
         taken = bytes_of_row(shapes, model.retentions, model.max_model_len, block_size) / MIB
-        what = f"the last {one.kept} tokens, however long" if one.kept else "all tokens"
+        what = f"the last {one.kept} tokens of any context" if one.kept else "all tokens"
         each = "" if one.kept else f", {sum(shape.bytes_per_token for shape in shapes) / KIB:.1f} KiB each"
         yield f"{layers} layers keep {what}: {taken:.1f} MiB{each}"

@@ -127,7 +127,7 @@ def _too_few(kept: _Kept, blocks: int, max_len: int, source: str) -> str:
     """Says that a row of the longest length takes more blocks than there are."""
     per_token = bytes_of_row(kept.shapes, kept.retentions, max_len, kept.block_size) / max_len
     row_tokens = kept.row_blocks(max_len) * kept.block_size
-    needed = f"of which a row takes {row_tokens}, " if kept.retentions[0].kept else ""
+    needed = f"a request needs {row_tokens}, " if kept.retentions[0].kept else ""
     holds = f"the KV cache holds {blocks * kept.block_size} tokens"
     return f"{holds} ({source}, {needed}{per_token / 1024:.1f} KiB per token), but max_model_len is {max_len}"
 
@@ -169,7 +169,7 @@ def _usable(config: WorkerConfig, use: DeviceUse | None, adapters_bytes: int, at
     usable = max(0, use.for_kv_cache(config.gpu_memory_utilization) - adapters_bytes)
     share = f"{config.gpu_memory_utilization:g} of the GPU's {use.total / GIB:.2f} GiB"
     taken = f"{use.in_use / GIB:.2f} in use, {use.step / GIB:.2f} for a step, {use.graphs / GIB:.2f} for graphs"
-    return usable, f"{usable / GIB:.2f} GiB, being {share} less {taken}{kept}"
+    return usable, f"{usable / GIB:.2f} GiB, which is {share} less {taken}{kept}"
 
 
 def usable_bytes(available: int) -> int:

@@ -235,7 +235,7 @@ def _most_bytes(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder) -> in
 def _through_transformers(config: WorkerConfig, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype) -> _Made:
     _refuse_quantised_cache(config)
     if config.takes_adapters:
-        raise UnsupportedConfig("lora_modules, lora_dir: models that run through transformers take no adapters")
+        raise UnsupportedConfig("lora_modules, lora_dir: models that run through transformers do not support adapters")
     from pagoda_worker.models.fallback import TransformersModel
 
     model = TransformersModel(checkpoint.path, ops, dtype, checkpoint)
@@ -284,7 +284,7 @@ def _refuse_quantised_cache(config: WorkerConfig) -> None:
     """The fallback checks itself against transformers, which does not round keys and values."""
     if config.kv_cache_dtype != "auto":
         raise UnsupportedConfig(
-            f"kv_cache_dtype={config.kv_cache_dtype}: models that run through transformers keep theirs as computed"
+            f"kv_cache_dtype={config.kv_cache_dtype}: models that run through transformers support only auto"
         )
 
 
@@ -294,7 +294,7 @@ def _refuse_hopeless(fields: dict[str, Any]) -> None:
     if fields.get("is_encoder_decoder"):
         raise UnsupportedConfig("config.json: 'is_encoder_decoder': only decoder-only models are served")
     if fields.get("is_causal") is False:
-        raise UnsupportedConfig("config.json: 'is_causal': a model that sees both ways continues nothing")
+        raise UnsupportedConfig("config.json: 'is_causal': a model with bidirectional attention cannot generate text")
 
 
 def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[DecoderSpec | None, Layout | None]:
@@ -325,7 +325,7 @@ def spec_of(fields: dict[str, Any]) -> DecoderSpec:
     """The spec of a natively supported model that generates, however it is quantised. Raises as `native_spec` does."""
     spec = native_spec(architecture_of(fields), {name: value for name, value in fields.items() if name != FIELD})
     if not spec.causal:
-        raise UnsupportedConfig("config.json: attention in both directions reads, and continues nothing")
+        raise UnsupportedConfig("config.json: a model with bidirectional attention cannot generate text")
     return spec
 
 
@@ -359,7 +359,7 @@ def native_spec(architecture: str, fields: dict[str, Any]) -> DecoderSpec:
     if causal:
         return spec
     if any(layer.attention.window for layer in spec.layers):
-        raise UnsupportedConfig("config.json: 'is_causal': nobody says where a window lies that sees both ways")
+        raise UnsupportedConfig("config.json: 'is_causal': bidirectional sliding windows are not supported")
     return both_ways(spec)
 
 
@@ -375,5 +375,5 @@ def run_dtype(choice: str, fields: dict[str, Any], stored: torch.dtype | None, d
 def model_len(configured: int, limit: int, default: int) -> int:
     """`configured` if set, else `default`. Raises ValueError if it exceeds `limit`."""
     if configured > limit:
-        raise ValueError(f"max_model_len={configured} is beyond the model's own limit of {limit} tokens")
+        raise ValueError(f"max_model_len={configured} exceeds the model's own limit of {limit} tokens")
     return configured or default

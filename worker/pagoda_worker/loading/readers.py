@@ -67,7 +67,9 @@ def load_any_model(config: WorkerConfig, progress: Progress | None = None) -> Lo
         return load_model(config, progress)
     log.info("the model is for: %s", kind)
     if config.takes_adapters:
-        raise UnsupportedConfig(f"lora_modules, lora_dir: adapters are for models that generate, not that {kind}")
+        raise UnsupportedConfig(
+            f"lora_modules, lora_dir: adapters need a model that generates, and this one is for: {kind}"
+        )
     check_sizes(fields)
     config, device = settled(config)
     with open_weights(path, progress) as checkpoint, torch.inference_mode():
@@ -166,8 +168,10 @@ def _check_reach(late: Late, spec: EncoderSpec) -> None:
     if late.seen or not late.filled:
         return
     if spec.biased_by_distance or late.filled > min(windows, default=late.filled):
-        why = "a bias by distance" if spec.biased_by_distance else f"windows of {min(windows)} tokens"
-        raise UnsupportedConfig(f"late interaction: queries of {late.filled} tokens whose ends are unseen, over {why}")
+        why = "biases by distance" if spec.biased_by_distance else f"windows of {min(windows)} tokens"
+        raise UnsupportedConfig(
+            f"late interaction: queries padded to {late.filled} unattended tokens are not supported with {why}"
+        )
 
 
 def _decoder(reading: _Reading) -> LoadedModel:
@@ -248,11 +252,11 @@ def _decoder_pooler(reading: _Reading, spec: DecoderSpec) -> Pooler:
     if reading.kind != CLASSIFY:
         return files.embedder(reading.path, hidden_size, "last" if spec.causal else "mean", whole=not spec.causal)
     if not spec.causal:
-        raise UnsupportedConfig("heads of decoders that see both ways are not supported")
+        raise UnsupportedConfig("heads of decoders with bidirectional attention are not supported")
     if any(name.startswith("score.") for name in checkpoint.entries):
         return heads.classifier(checkpoint, heads.DECODER_HEAD, "last", hidden_size, fields)
     if not is_yes_no_reranker(fields, reading.config.model):
-        raise UnsupportedConfig("there is no head that gives scores: no tensor is called score.weight")
+        raise UnsupportedConfig("there is no head for scores: the tensor score.weight is missing")
     yes, no = _answers(reading.path)
     return heads.difference(checkpoint, _output_matrix(checkpoint, spec), yes, no)
 
@@ -262,7 +266,7 @@ def _output_matrix(checkpoint: Checkpoint, spec: DecoderSpec) -> str:
     matrix, embedding = f"{spec.names.head}.weight", f"{spec.names.top(spec.names.embed)}.weight"
     stored = [name for name in checkpoint.entries if name.startswith(f"{spec.names.head}.")]
     if stored not in ([], [matrix]):
-        raise UnsupportedConfig(f"a reranker that answers yes or no must have {matrix} as plain numbers, not {stored}")
+        raise UnsupportedConfig(f"a reranker that answers yes or no must have an unquantised {matrix}, not {stored}")
     return embedding if spec.tied and not stored else matrix
 
 

@@ -117,7 +117,11 @@ def context_cost(model: Keeping, block_size: int) -> str:
         for kept in (model.retentions, KEEP_ALL * len(model.retentions))
     )
     said = f"a context of {model.max_model_len} tokens takes {taken / 2**20:.1f} MiB"
-    return f"{said}, {taken / all_kept:.0%} of what it would if all layers kept all" if taken < all_kept else said
+    return (
+        f"{said}, {taken / all_kept:.0%} of what it would take if every layer kept all tokens"
+        if taken < all_kept
+        else said
+    )
 
 
 def _kept(config: WorkerConfig, model: Keeping, shape: KVShape, max_len: int) -> int:

@@ -232,7 +232,9 @@ class _PackedLinear(nn.Module):
             expected = F.linear(x, weight, bias)
             bound = share * F.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
         if not bool(((self(x).float() - expected).abs() <= bound).all()):
-            raise RuntimeError(f"a packed layer of {self.out_features} x {self.in_features} computes something else")
+            raise RuntimeError(
+                f"a packed layer of {self.out_features} x {self.in_features} computes a different result"
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.in_features)
@@ -287,11 +289,11 @@ def _check_call(
     if mask is not None:
         unknown.append("attention_mask")
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        unknown.append("attention that is not causal")
+        unknown.append("non-causal attention")
     if key.shape != value.shape:
-        unknown.append("values of another shape than keys")
+        unknown.append("values whose shape differs from keys")
     if unknown:
-        raise UnsupportedConfig(f"{type(module).__name__} asks for {', '.join(unknown)}; such models are not served")
+        raise UnsupportedConfig(f"{type(module).__name__} needs {', '.join(unknown)}, which is not supported")
 
 
 def _check_windows(config: Any, kept: Mapping[int, KVShape]) -> None:
@@ -299,14 +301,16 @@ def _check_windows(config: Any, kept: Mapping[int, KVShape]) -> None:
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if kinds is None:
         if window and all(one.window is None for one in kept.values()):
-            raise UnsupportedConfig(f"{config.architectures}: 'sliding_window'={window}, but no layer says it slides")
+            raise UnsupportedConfig(
+                f"{config.architectures}: 'sliding_window'={window}, but no layer is marked as sliding"
+            )
         return
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise UnsupportedConfig(f"{config.architectures}: layers of type {', '.join(unknown)}")
+        raise UnsupportedConfig(f"{config.architectures}: layers of type {', '.join(unknown)} are not supported")
     silent = [i for i, one in kept.items() if kinds[i] == "sliding_attention" and one.window is None]
     if silent:
-        raise UnsupportedConfig(f"{config.architectures}: layers {silent} slide by a mask of their own")
+        raise UnsupportedConfig(f"{config.architectures}: layers {silent} use a sliding mask of their own")
 
 
 def _read_config(path: Path) -> Any:
@@ -320,7 +324,7 @@ def _read_config(path: Path) -> Any:
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = {ropes.get("rope_type"), *(part.get("rope_type") for part in ropes.values() if isinstance(part, dict))}
     if bad := sorted(kind for kind in kinds if kind in MUTABLE_ROPES):
-        raise UnsupportedConfig(f"config.json: rope type {bad[0]!r} makes a request depend on its neighbours")
+        raise UnsupportedConfig(f"config.json: rope type {bad[0]!r} makes a request depend on others in its batch")
     for name in ("vocab_size", "max_position_embeddings", "num_hidden_layers"):
         if not isinstance(getattr(config, name, None), int):
             raise UnsupportedConfig(f"config.json: {name!r} is missing")

@@ -57,7 +57,7 @@ def load_latent(spec: DecoderSpec, layer: LayerSpec, packer: Packer, prefix: str
     """`prefix`: of the layer's names."""
     names, shape, rope = spec.names, layer.latent, layer.rope
     if shape is None or rope is None:
-        raise TypeError("a layer without latents, or without angles")
+        raise TypeError("a layer has no latents or no RoPE")
     parts = [names.qkv[0]] if shape.query_rank is None else [names.query_down, names.query_up]
     own = replace(rope, head_dim=shape.turning, turning=0)
     turning = [shape.rank + at for at in head_order(own) or range(shape.turning)]

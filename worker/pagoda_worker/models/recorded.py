@@ -105,4 +105,4 @@ class RecordedReader:
 
     def logits(self, hidden: torch.Tensor, *, slots: TokenSlots | None = None) -> torch.Tensor:
         """Raises TypeError: it does not generate."""
-        raise TypeError("a model that reads has no logits")
+        raise TypeError("a model that does not generate has no logits")

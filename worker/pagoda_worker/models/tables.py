@@ -28,7 +28,7 @@ def rotary_tables(
     available = available_bytes(device)
     if taken > available * SHARE:
         raise TooManyPositions(
-            f"tables of positions take {taken / GIB:.2f} GiB for rows of up to {max_positions} tokens, and "
-            f"{available / GIB:.2f} GiB of memory are available, {SHARE:.0%} of which are for them: lower max_model_len"
+            f"position tables for {max_positions} tokens take {taken / GIB:.2f} GiB, more than {SHARE:.0%} of the "
+            f"{available / GIB:.2f} GiB of available memory: lower max_model_len"
         )
     return [RotaryTable(shape, max_positions, device) for shape in shapes]

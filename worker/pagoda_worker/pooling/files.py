@@ -84,7 +84,7 @@ def embedder(path: Path, hidden_size: int, default_way: str, whole: bool) -> Poo
         if normalizes and kind == "Dense":
             raise UnsupportedConfig(f"{MODULES}: a Dense module after Normalize is not supported")
     if not whole and ways != ("last",):
-        raise UnsupportedConfig(f"{MODULES}: a decoder's prompts are pooled by their last token only, not {ways[0]}")
+        raise UnsupportedConfig(f"{MODULES}: decoders support pooling by the last token only, not {ways[0]}")
     outputs = (EMBED, TOKEN_EMBED) if whole and len(ways) == 1 else (EMBED,)
     width = widest(stages, hidden_size * len(ways))
     return Pooler(ways=ways, stages=tuple(stages), width=width, outputs=outputs, normalizes=normalizes, skips=skips)
@@ -115,7 +115,7 @@ def stages_of(path: Path, hidden_size: int) -> tuple[Stage, ...]:
         if kind == "Dense":
             stages.append(_dense(path / module["path"], widest(stages, hidden_size)))
         elif kind not in ("Normalize", "Dropout"):
-            raise UnsupportedConfig(f"{MODULES}: a module of type {kind[:64]!r} on vectors of tokens is not supported")
+            raise UnsupportedConfig(f"{MODULES}: a module of type {kind[:64]!r} on token vectors is not supported")
     return tuple(stages)
 
 

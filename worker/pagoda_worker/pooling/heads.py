@@ -64,7 +64,7 @@ def dense(checkpoint: Checkpoint, name: str, activation: str, inputs: int) -> De
     """Raises CheckpointError if it does not take this many inputs."""
     weight, bias = tensor(checkpoint, f"{name}.weight"), optional(checkpoint, f"{name}.bias")
     if weight.ndim != 2 or weight.shape[1] != inputs or (bias is not None and bias.shape != weight.shape[:1]):
-        raise CheckpointError(checkpoint.path, [f"{name} has shape {list(weight.shape)}, and {inputs} inputs"])
+        raise CheckpointError(checkpoint.path, [f"{name} has shape {list(weight.shape)}, expected {inputs} inputs"])
     return Dense(weight, bias, activation)
 
 
@@ -101,7 +101,7 @@ def _asked(fields: Mapping[str, Any], layer: Layer) -> str:
 def _norm_eps(fields: Mapping[str, Any]) -> float:
     found = fields.get("norm_eps", 1e-5)
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1:
-        raise UnsupportedConfig(f"config.json: norm_eps={str(found)[:64]!r} is no number above 0")
+        raise UnsupportedConfig(f"config.json: norm_eps={str(found)[:64]!r} is not a number between 0 and 1")
     return float(found)
 
 
@@ -122,7 +122,7 @@ def activation_of(fields: Mapping[str, Any], num_labels: int) -> str:
         known = {"identity": "identity", "sigmoid": "sigmoid", "softmax": "softmax"}
         short = str(named).rpartition(".")[2].lower()
         if short not in known:
-            raise UnsupportedConfig(f"config.json: the activation {str(named)[:64]!r} of scores is not supported")
+            raise UnsupportedConfig(f"config.json: the score activation {str(named)[:64]!r} is not supported")
         return known[short]
     kind = fields.get("problem_type")
     if kind == "regression":

@@ -71,7 +71,7 @@ class Pooler:
         """states [T, H] of a whole prompt, or of its end if only the last token is needed -> see `RowOutput.pooled`.
         `token_ids` are the prompt's."""
         if params.unseen and (params.second_start or len(states)) > self.filled:
-            return Fault(ErrorCode.INVALID_ARGUMENT, f"unseen: queries are filled up to {self.filled} tokens")
+            return Fault(ErrorCode.INVALID_ARGUMENT, f"unseen: queries are padded to at most {self.filled} tokens")
         if params.output == TOKEN_EMBED:
             size = len(states) * (params.dimensions or self.width) * states.itemsize
             if size > MAX_POOLED_BYTES:

@@ -68,7 +68,7 @@ class Identity:
         """Raises ValueError if the name cannot be sent."""
         name = worker_id or f"{platform.node()[:64]}-{os.getpid()}"
         if not name.isprintable() or len(name.encode()) > MAX_ID_BYTES:
-            raise ValueError(f"worker_id: 1 to {MAX_ID_BYTES} printable bytes are needed, got {name[:200]!r}")
+            raise ValueError(f"worker_id: must have 1 to {MAX_ID_BYTES} printable bytes, got {name[:200]!r}")
         return cls(name, secrets.token_hex(8), start_s)
 
     def hello(self, facts: RunnerFacts, registration: int = 1) -> Hello:

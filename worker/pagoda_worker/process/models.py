@@ -55,7 +55,7 @@ def load_models(config: WorkerConfig, progress: Progress) -> Models:
         draft = load_draft_model(config, loaded, progress)
         loaded = replace(loaded, grammars=load_grammars(Path(config.model), loaded.vocab_size))
     elif config.speculation:
-        raise ValueError(f"speculation={config.speculation!r}: this model reads its prompts and continues none")
+        raise ValueError(f"speculation={config.speculation!r}: this model does not generate text")
     give_back()
     seconds = time.monotonic() - started
     log.info("weights read and packed in %.2f s", seconds)

@@ -32,13 +32,13 @@ SOCKET_OPTIONS = {
     zmq.RECONNECT_IVL_MAX: 1000,
 }
 NO_CONNECTION = "no connection"
-NO_HANDSHAKE = "the handshake fails: the keys do not fit, one side has none, or what listens there is no engine core"
+NO_HANDSHAKE = "the handshake failed: the keys do not match, one side has none, or the listener is not an engine core"
 SILENCES: dict[int, str] = {
     zmq.EVENT_CLOSED: NO_CONNECTION,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the handshake fails: this worker's key is not one that it admits",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the handshake failed: the engine core does not admit this worker's key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: NO_HANDSHAKE,
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: NO_HANDSHAKE,
-    zmq.EVENT_HANDSHAKE_SUCCEEDED: "connected, and no answer comes",
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: "connected, but there is no answer",
 }
 """What a connection event says about why nothing is heard; the last one holds."""
 

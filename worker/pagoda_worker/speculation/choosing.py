@@ -15,7 +15,7 @@ from pagoda_worker.speculation.suffixes import SuffixLookup
 def check_invariant(target: LoadedModel) -> None:
     """Raises ValueError if a token's bits may depend on the rest of the batch: drafts might then change tokens."""
     if not target.batch_invariant:
-        raise ValueError("speculation needs kernels whose results do not depend on the batch; these may")
+        raise ValueError("speculation is not possible with these kernels: their results may depend on the batch")
 
 
 def load_draft_model(config: WorkerConfig, target: LoadedModel, progress: Progress | None = None) -> LoadedModel | None:
@@ -35,7 +35,7 @@ def load_draft_model(config: WorkerConfig, target: LoadedModel, progress: Progre
     if draft.vocab_size != target.vocab_size:
         raise ValueError(
             f"draft_model {config.draft_model}: its vocabulary has {draft.vocab_size} tokens, "
-            f"that of the model {target.vocab_size}"
+            f"but the model's has {target.vocab_size}"
         )
     return draft
 

@@ -165,7 +165,9 @@ class Graphed:
                     record = partial(self._record, size, adapted, kv)
                     self._recordings[size, adapted] = guarded("recording", record, but=(torch.AcceleratorError,))
                 except BackendError as error:
-                    message = f"a decode step of {size} rows cannot be recorded ({error}); enforce_eager does without"
+                    message = (
+                        f"a decode step of {size} rows cannot be recorded ({error}); set enforce_eager to do without"
+                    )
                     raise BackendError(message) from error
             yield before - self._accelerator.memory().free
 

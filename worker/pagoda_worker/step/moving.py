@@ -52,7 +52,9 @@ class SwapSpace:
             num_scales = num_swap_blocks if self._shape.quantized else 0
             self._scales = _apart(num_scales, cells[:-1], SCALE_DTYPE, allocate)
         except RuntimeError as error:
-            raise NotEnoughMemory(f"swap_space_gib: {num_swap_blocks} blocks of host memory: {error}") from error
+            raise NotEnoughMemory(
+                f"swap_space_gib: cannot allocate {num_swap_blocks} blocks of host memory: {error}"
+            ) from error
 
     def swap_out(self, pairs: Pairs) -> None:
         for part in self._parts(pairs):

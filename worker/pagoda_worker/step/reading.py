@@ -97,7 +97,7 @@ class Reading:
     def finish(self, launched: OnDevice | OnHost, work: Work) -> dict[int, RowOutput | Fault]:
         """The outcome of the step, by row id; rows with nothing to report are left out."""
         if not isinstance(launched, OnHost):
-            raise TypeError("what is read is read by the host")
+            raise TypeError("pooled results must be on the host")
         spans = zip(work, launched.starts, strict=False)
         return {
             row.row_id: self._answer(row, chunk, launched.hidden, start)
@@ -109,6 +109,6 @@ class Reading:
         end = start + chunk.num_tokens
         states = hidden[start if self._pooler.needs_all else end - 1 : end].float().cpu().numpy()
         if row.pooling is None:
-            raise TypeError("the row is to be continued")
+            raise TypeError("the row has no pooling parameters")
         found = self._pooler.read(states, row.pooling, row.tokens.array.tolist())
         return found if isinstance(found, Fault) else RowOutput(row.row_id, [], pooled=found)

@@ -133,7 +133,7 @@ class RowTable:
     def copies(self, plan: StepPlan) -> Pairs:
         """The block copies that can be made; rows that need the others are dropped."""
         good, bad = _sorted_out(plan.block_copies, self._blocks, self._blocks)
-        self._fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block copy is out of range, or two have one destination")
+        self._fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block copy is out of range, or two share a destination")
         return good
 
     def accept(self, chunks: Sequence[Chunk]) -> list[tuple[Row, Chunk]]:
@@ -143,7 +143,7 @@ class RowTable:
         for chunk in chunks:
             try:
                 if chunk.row_id in accepted:
-                    raise BadClaim("two chunks in one step")
+                    raise BadClaim("the row has two chunks in one step")
                 row = self._row(chunk.row_id)
                 self._check_chunk(row, chunk, budget)
             except BadClaim as claim:
@@ -177,13 +177,15 @@ class RowTable:
         tokens = _ids("token_ids", new.token_ids, self._facts.vocab_size)
         _ids("eos_token_ids", new.eos_token_ids, self._facts.vocab_size)
         if not 1 <= new.num_prompt_tokens <= len(tokens):
-            raise BadClaim(f"num_prompt_tokens is {new.num_prompt_tokens} of {len(tokens)} tokens")
+            raise BadClaim(f"num_prompt_tokens={new.num_prompt_tokens} does not fit {len(tokens)} tokens")
         if not 0 <= new.num_computed < len(tokens):
-            raise BadClaim(f"num_computed is {new.num_computed} of {len(tokens)} tokens")
+            raise BadClaim(f"num_computed={new.num_computed} does not fit {len(tokens)} tokens")
         if not (0 <= new.seed <= MAX_SEED and 0 <= new.choice <= MAX_CHOICE):
             raise BadClaim(f"seed {new.seed} or choice {new.choice} is out of range")
         if (new.pooling is not None) != bool(self._facts.pools):
-            raise BadClaim("a model that reads is to generate, or the other way round", ErrorCode.INVALID_ARGUMENT)
+            raise BadClaim(
+                "the request does not match the model: one generates, the other pools", ErrorCode.INVALID_ARGUMENT
+            )
         limits = ModelLimits(self._facts.vocab_size, self._facts.max_model_len)
         problems = model_problems(new.params, [0], limits)
         if problems:
@@ -214,7 +216,7 @@ class RowTable:
     def _replace_block(self, replace: ReplaceBlock) -> None:
         row = self._row(replace.row_id)
         if not 0 <= replace.index < len(row.blocks):
-            raise BadClaim(f"entry {replace.index} of {len(row.blocks)} blocks cannot be replaced")
+            raise BadClaim(f"block {replace.index} cannot be replaced: the row has {len(row.blocks)}")
         block = int(_ids("block_ids", [replace.block_id], self._facts.num_blocks)[0])
         row.blocks = Ints(row.blocks.array)
         place = next(place for place, span in enumerate(self._blocks) if block in span)
@@ -225,7 +227,7 @@ class RowTable:
         continuing from `num_computed` does not read may be missing."""
         count = len(self._blocks)
         if len(values) % max(1, count):
-            raise BadClaim(f"block_ids: {len(values)} are not as many for each of {count} groups")
+            raise BadClaim(f"block_ids: {len(values)} do not divide evenly into {count} groups")
         size = len(values) // max(1, count)
         parts = [values[place * size : (place + 1) * size] for place in range(count)]
         groups = zip(parts, self._blocks, self._facts.kv_groups, strict=True)
@@ -244,9 +246,9 @@ class RowTable:
         if chunk.sample and end != known:
             raise BadClaim(f"token {end} is known already and cannot be sampled")
         if end > self._facts.max_model_len:
-            raise BadClaim(f"the context is {self._facts.max_model_len} tokens, not {end}")
+            raise BadClaim(f"{end} tokens exceed the context of {self._facts.max_model_len}")
         if not self._facts.num_blocks and (chunk.start or not chunk.sample or chunk.num_drafts):
-            raise BadClaim(f"tokens {chunk.start} to {end} are no whole prompt, and nothing of others is kept")
+            raise BadClaim(f"tokens {chunk.start} to {end} are not a whole prompt, which this model needs")
         if self._facts.num_blocks and end > len(row.blocks) * self._facts.block_size:
             raise BadClaim(f"{len(row.blocks)} blocks do not hold {end} tokens")
         if chunk.num_drafts < 0 or (chunk.num_drafts and not chunk.sample):

@@ -105,7 +105,7 @@ def test_what_is_refused_is_named(written: tuple[Any, Path], tmp_path: Path) -> 
     for option in ("int8", "int4", "int4a16"):
         with pytest.raises(UnsupportedConfig, match=rf"quantization='{option}'.*mxfp4: float4 group 32"):
             load(path, quantization=option)
-    with pytest.raises(UnsupportedConfig, match="'modules_to_not_convert' names experts"):
+    with pytest.raises(UnsupportedConfig, match="'modules_to_not_convert' must not name experts"):
         read_layout({"quantization_config": METHOD | {"modules_to_not_convert": ["model.layers.0.mlp.experts"]}})
     with pytest.raises(UnsupportedConfig, match="not supported natively: unheard_of"):
         read_layout({"quantization_config": METHOD | {"unheard_of": 1}})
@@ -121,5 +121,5 @@ def test_what_is_refused_is_named(written: tuple[Any, Path], tmp_path: Path) -> 
 def test_models_without_such_experts_are_refused(tmp_path: Path) -> None:
     path = save(make_model(*NATIVE["llama"]), tmp_path)
     said(path, METHOD)
-    with pytest.raises(UnsupportedConfig, match="mxfp4 is for experts that lie in one tensor"):
+    with pytest.raises(UnsupportedConfig, match="mxfp4 needs experts stored in one tensor"):
         load(path)

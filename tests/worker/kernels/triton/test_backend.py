@@ -93,8 +93,8 @@ class Wrong(TritonOps):
         ("activation", "gated layers are wrong"),
         ("attention", "attention is wrong"),
         ("chunks", "attention in chunks is wrong"),
-        ("adapters", "what adapters add is wrong"),
-        ("company", "what an adapter adds depends on others"),
+        ("adapters", "the contribution of adapters is wrong"),
+        ("company", "the contribution of an adapter depends on other rows"),
         ("experts", "experts are wrong"),
         ("few tokens", "experts of few tokens are wrong"),
     ],
@@ -117,7 +117,7 @@ def test_latents_are_tried_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"), [("cut", "depends on how a prompt is cut"), ("company", "depends on how many tokens there are")]
+    ("fault", "words"), [("cut", "depends on how a prompt is cut"), ("company", "depend on the number of tokens")]
 )
 def test_other_bits_are_no_fault(fault: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wrong, "fault", fault)
@@ -166,14 +166,14 @@ def test_whatever_a_kernel_raises_another_back_end_serves(
 
 def test_it_rounds_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     rounded = replace(NEEDS, quantized_cache=True)
-    with pytest.raises(BackendError, match="cannot serve attention: triton keeps keys and values as they are computed"):
+    with pytest.raises(BackendError, match="cannot serve attention: triton does not support an int8 KV cache"):
         load_ops(DEVICE, "triton", rounded)
     monkeypatch.setattr(backend, "verdict", lambda ops, needs: Verdict())
     monkeypatch.setattr(selfcheck, "sampling_problem", lambda ops, needs: None)
     monkeypatch.setattr(backend, "_tiles", lambda device: [walking.tiles])
     ops, (remark,) = load_ops(torch.device("cuda:0"), "auto", rounded)
     assert ops.name == "linear triton, pointwise triton, attention torch, sampling triton"
-    assert remark.startswith("attention by torch, not by triton: triton keeps keys and values as they are computed")
+    assert remark.startswith("attention by torch, not by triton: triton does not support an int8 KV cache")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no Python headers"), ImportError("libcuda"), OSError("no compiler")])

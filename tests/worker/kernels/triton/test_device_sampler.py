@@ -191,7 +191,7 @@ def test_another_row_of_the_same_id_is_another_row() -> None:
 
 
 def test_more_rows_than_lines_in_one_step_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 rows are more than the 2"):
+    with pytest.raises(ValueError, match="3 rows exceed the 2"):
         OnDevice(2, 64).sample(torch.zeros(3, 64), [row(i) for i in range(3)])
 
 

@@ -198,7 +198,10 @@ def test_kernels_that_split_keys_by_the_batch_are_found_out(version: int, opened
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (lambda *args, **options: 1.1 * fakes_flash.flash_attn_varlen_func(*args, **options), "not those of triton"),
+        (
+            lambda *args, **options: 1.1 * fakes_flash.flash_attn_varlen_func(*args, **options),
+            "differ from those of triton",
+        ),
         (lambda q, k, v, *old, window_size, causal, softmax_scale: q, "failed: .*unexpected keyword argument"),
     ],
 )
@@ -249,10 +252,10 @@ def test_a_package_that_is_there_but_does_not_load_is_not_missing(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"block_size": 32}, "multiple of 256 tokens, not of 32: --block-size 256"),
+        ({"block_size": 32}, "multiple of 256, not 32: set --block-size 256"),
         ({"dtype": torch.float32}, "not in torch.float32: see --dtype"),
-        ({"head_dims": (512,)}, "up to 256, this model's have 512"),
-        ({"head_dims": (60,)}, "multiple of 8 dimensions"),
+        ({"head_dims": (512,)}, "up to 256, this model's are 512"),
+        ({"head_dims": (60,)}, "multiples of 8"),
     ],
 )
 def test_what_it_cannot_serve_is_said(changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +267,11 @@ def test_what_it_cannot_serve_is_said(changes: dict[str, Any], words: str, monke
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "knows no attention sinks, which this model has"),
-        ({"swiglu_limit": 5.0}, "no attention sinks: choose attention=triton"),  # transformers, also with sinks
+        ({}, "does not support attention sinks, which this model has"),
+        (
+            {"swiglu_limit": 5.0},
+            "not support attention sinks: choose attention=triton",
+        ),  # transformers, also with sinks
     ],
 )
 def test_sinks_are_refused_where_they_are_met(

@@ -47,7 +47,7 @@ class AwqPacking:
         n, k = shape
         groups = num_groups(f"{self.where}: {linear}", shape, self.form.group)
         if n % PER_WORD:
-            raise UnsupportedConfig(f"{self.where}: bits={BITS} does not pack the {n} outputs of {linear}")
+            raise UnsupportedConfig(f"{self.where}: bits={BITS} cannot pack the {n} outputs of {linear}")
         return {
             "qweight": Wanted((k, n // PER_WORD), ("I32",)),
             "qzeros": Wanted((groups, n // PER_WORD), ("I32",)),

@@ -71,7 +71,7 @@ class WordPacking:
 
     def faults(self, stored: Stored) -> list[str]:
         said, shape = stored["weight_shape"].tolist(), list(stored.shape)
-        return [] if said == shape else [f"{stored.linear}.weight_shape says {said}, expected {shape}"]
+        return [] if said == shape else [f"{stored.linear}.weight_shape is {said}, expected {shape}"]
 
     def read(self, stored: Stored) -> QuantizedWeight:
         bits, (n, k) = self.form.bits, stored.shape
@@ -142,23 +142,23 @@ def _int_packing(weights: ConfigReader, inputs: dict[str, Any] | None, where: st
     weights.choice("num_bits", 8)
     weights.choice("type", "int")
     if _scale_group(weights, where):
-        raise UnsupportedConfig(f"{where}.weights: strategy='group' of {INT} weights is not loaded")
+        raise UnsupportedConfig(f"{where}.weights: strategy='group' is not supported for {INT} weights")
     if inputs is None:
-        raise UnsupportedConfig(f"{where}: 'input_activations' is missing; {INT} weights take int8 activations")
+        raise UnsupportedConfig(f"{where}: 'input_activations' is missing, but {INT} weights need int8 activations")
     required = {"dynamic": (True,), "block_structure": (None,), "actorder": (None, False), "group_size": (None,)}
     reader = ConfigReader(inputs, f"{where}.input_activations", HARMLESS_ARGUMENTS, required)
     reader.choice("num_bits", 8)
     reader.choice("type", "int")
     reader.choice("symmetric", True)
     if reader.take("strategy", str) != "token":
-        raise UnsupportedConfig(f"{where}.input_activations: strategy={inputs['strategy']!r} is not token")
+        raise UnsupportedConfig(f"{where}.input_activations: strategy must be 'token', got {inputs['strategy']!r}")
     reader.finish()
     return IntPacking(weights.take("symmetric", bool, True))
 
 
 def _word_packing(weights: ConfigReader, inputs: dict[str, Any] | None, where: str) -> WordPacking:
     if inputs is not None:
-        raise UnsupportedConfig(f"{where}: 'input_activations' of {PACKED} weights are not loaded")
+        raise UnsupportedConfig(f"{where}: 'input_activations' are not supported for {PACKED} weights")
     bits = weights.choice("num_bits", 8, 4)
     weights.choice("type", "int")
     form = Format(bits=bits, group=_scale_group(weights, where), activation_bits=16)
@@ -174,7 +174,7 @@ def _scale_group(weights: ConfigReader, where: str) -> int:
         raise UnsupportedConfig(f"{where}.weights: strategy={strategy!r} is neither channel nor group")
     if strategy == "channel":
         if size not in (None, -1):
-            raise UnsupportedConfig(f"{where}.weights: group_size={size} with strategy='channel'")
+            raise UnsupportedConfig(f"{where}.weights: group_size={size} cannot be combined with strategy='channel'")
         return 0
     if size is None or size < 1:
         raise UnsupportedConfig(f"{where}.weights: group_size={size} is not positive")
@@ -183,7 +183,7 @@ def _scale_group(weights: ConfigReader, where: str) -> int:
 
 def _refuse_sparsity(value: Any, where: str) -> None:
     if value and not (isinstance(value, dict) and value.get("format") == "dense"):
-        raise UnsupportedConfig(f"{where}: 'sparsity_config' other than dense is not loaded")
+        raise UnsupportedConfig(f"{where}: 'sparsity_config' other than dense is not supported")
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class GptqPacking:
         bits, (n, k) = self.form.bits, shape
         per_word, groups = WORD_BITS // bits, num_groups(f"{self.where}: {linear}", shape, self.form.group)
         if n % per_word or k % per_word:
-            raise UnsupportedConfig(f"{self.where}: bits={bits} does not pack the {n} x {k} matrix of {linear}")
+            raise UnsupportedConfig(f"{self.where}: bits={bits} cannot pack the {n} x {k} matrix of {linear}")
         return {
             "qweight": Wanted((k // per_word, n), ("I32",)),
             "qzeros": Wanted((groups, n // per_word), ("I32",)),
@@ -69,7 +69,7 @@ class GptqPacking:
             plain = torch.arange(k, dtype=torch.int32) // (self.form.group or k)
             if not torch.equal(stored["g_idx"].cpu(), plain):
                 raise UnsupportedConfig(
-                    f"{self.where}: 'desc_act': g_idx reorders the inputs of {stored.linear}, which is not loaded"
+                    f"{self.where}: 'desc_act': g_idx reorders the inputs of {stored.linear}, which is not supported"
                 )
         return []
 

@@ -56,5 +56,5 @@ def read_mxfp4(fields: dict[str, Any], where: str) -> Layout:
     plain = reader.maybe("modules_to_not_convert", list) or []
     reader.finish()
     if any("experts" in str(name) for name in plain):
-        raise UnsupportedConfig(f"{where}: 'modules_to_not_convert' names experts, which are all that is converted")
+        raise UnsupportedConfig(f"{where}: 'modules_to_not_convert' must not name experts, as only they are quantised")
     return Layout("mxfp4", lambda linear: None, FloatStacks(where))

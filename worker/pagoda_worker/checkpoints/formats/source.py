@@ -70,7 +70,7 @@ def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) 
     stacks = {} if layout.stacks is None else dict.fromkeys(expert_stacks(spec), layout.stacks)
     if layout.stacks is not None and not stacks:
         raise UnsupportedConfig(
-            f"quantization_config: {layout.method} is for experts that lie in one tensor, and this model has none"
+            f"quantization_config: {layout.method} needs experts stored in one tensor, and this model has none"
         )
     as_stored = Formats(packings=packings, stacks=stacks)
     if not quantization:
@@ -79,7 +79,11 @@ def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) 
     whole = not any(form.floats for form in as_stored.forms)
     roundable = whole and (4, 16) in kinds and kinds <= {(4, 16), (8, 8)}
     if quantization != "int4" or not roundable:
-        other = "or take int4, which rounds activations to int8, too" if roundable else "nothing else is possible"
+        other = (
+            "or use int4, which also rounds activations to int8"
+            if roundable
+            else "it cannot be quantised in another way"
+        )
         raise UnsupportedConfig(
             f"quantization={quantization!r}: the checkpoint is quantised already ({layout.method}: "
             f"{as_stored.description}). Leave the option empty to serve it as it is; {other}"

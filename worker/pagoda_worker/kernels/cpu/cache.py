@@ -15,7 +15,7 @@ from pagoda_worker.rows.batch import Batch
 
 GROUP = 16  # tokens that are stored side by side; see csrc/attention_cells.h
 MAX_QUANTIZED_DIM = 256  # sums of more products would overflow
-QUANTIZED_DIMS = f"native keeps keys and values in int8 for heads of up to {MAX_QUANTIZED_DIM} dimensions"
+QUANTIZED_DIMS = f"native supports an int8 KV cache for heads of up to {MAX_QUANTIZED_DIM} dimensions"
 WORD_BYTES = 4  # of neighbouring dimensions of a key, or tokens of a value
 
 

@@ -44,7 +44,7 @@ def stacked(packed: Iterable[tuple[NativeLinear, NativeLinear]], count: int, fav
             stacks = [_room(count, one) for one in pair]
         for stack, one in zip(stacks, pair, strict=True):
             if (one.n, one.k, one.form) != (stack.n, stack.k, stack.form):
-                raise BackendError("kernels: native needs the experts of a layer quantised alike")
+                raise BackendError("kernels: native needs all experts of a layer quantised alike")
             stack.panels[expert] = one.panels
             if stack.bias is not None and one.bias is not None:
                 stack.bias[expert] = one.bias
@@ -69,7 +69,7 @@ def run(  # noqa: PLR0913 - what Ops.moe is given
     """See `Ops.moe`; `activation` as in LinearOp."""
     tokens, experts, chosen = len(x), routing.experts, routing.chosen
     if experts > MOST_EXPERTS or chosen > MOST_CHOSEN:
-        raise BackendError(f"kernels: native has up to {MOST_EXPERTS} experts, {MOST_CHOSEN} of them for a token")
+        raise BackendError(f"kernels: native supports up to {MOST_EXPERTS} experts, {MOST_CHOSEN} of them per token")
     sizes = {"experts": experts, "chosen": chosen}
     ids, weights = (tape.buffer(tokens, chosen, dtype) for dtype in (torch.int32, torch.float32))
     order = tape.buffer(tokens, chosen + 2 * experts + 2, torch.int32)

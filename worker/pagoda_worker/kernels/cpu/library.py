@@ -199,7 +199,7 @@ class Library:
         """
         n, k = weight.shape
         if k % PAIR:
-            raise BackendError(f"kernels: native multiplies inputs in pairs, {k} are odd")
+            raise BackendError(f"kernels: native needs an even number of inputs, got {k}")
         packed = pages(-(-n // PANEL), k // 2, PANEL, dtype=torch.int32)
         self._library.pagoda_pack(self._pool, self._level, weight.data_ptr(), n, k, packed.data_ptr())
         return packed
@@ -260,7 +260,7 @@ def chosen_level(wanted: str, supported: Sequence[bool]) -> str:
     """
     runnable = [name for name, has in zip(LEVELS, supported, strict=True) if has]
     if wanted and wanted not in runnable:
-        raise BackendError(f"kernels: this machine runs the kernels at {', '.join(runnable)}, not at {wanted!r}")
+        raise BackendError(f"kernels: this machine supports {', '.join(runnable)}, not {wanted!r}")
     return wanted or runnable[-1]
 
 
@@ -305,5 +305,5 @@ def _check(library: ctypes.CDLL, path: Path) -> None:
     found = library.pagoda_abi(), *sizes
     if found != expected:
         raise BackendError(
-            f"kernels: {path} is of another build: (abi, sizes) {found}, expected {expected}; install again"
+            f"kernels: {path} is from another build: (abi, sizes) {found}, expected {expected}; reinstall Pagoda"
         )

@@ -39,7 +39,7 @@ def unfit(needs: Needs) -> dict[str, str]:
     """What these kernels lack for this model, by family of operations."""
     lacking = {}
     if odd := [inputs for inputs in needs.inputs if inputs % lib.PAIR]:
-        lacking["linear"] = f"native multiplies inputs in pairs, {min(odd)} are odd"
+        lacking["linear"] = f"native needs an even number of inputs, got {min(odd)}"
     if needs.quantized_cache and (largest := max(needs.head_dims)) > MAX_QUANTIZED_DIM:
         lacking["attention"] = f"{QUANTIZED_DIMS}, not {largest}"
     return lacking

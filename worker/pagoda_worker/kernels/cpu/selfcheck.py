@@ -96,7 +96,7 @@ def _experts_problem(ops: NativeOps, x: torch.Tensor, generator: torch.Generator
             return f"experts are wrong ({activation})"
     y = ops.moe(x, logits, packed, routing, "silu")
     if not torch.equal(ops.moe(x[4:5], logits[4:5], packed, routing, "silu")[0], y[4]):
-        return "what experts say of a row depends on its neighbours"
+        return "the experts' result for a row depends on its neighbours"
     return None
 
 

@@ -113,7 +113,7 @@ class TritonSampler:
     def _write(self, rows: Sequence[Row], lines: list[int]) -> None:
         """Assign lines to the rows that have none, write them, and complete `lines`."""
         if len(rows) > len(self._table):
-            raise ValueError(f"{len(rows)} rows are more than the {len(self._table)} that there are lines for")
+            raise ValueError(f"{len(rows)} rows exceed the {len(self._table)} lines of the table")
         missing = [place for place, line in enumerate(lines) if line == NO_LINE]
         self._used[[line for line in lines if line != NO_LINE]] = self._used.max() + 1
         given = np.argsort(self._used, kind="stable")[: len(missing)].tolist()

@@ -43,8 +43,8 @@ from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling import logprobs, sampler
 from pagoda_worker.sampling.device_sampler import Upload
 
-BIDIRECTIONAL = "triton attends to what came before, and not to what comes after"
-PLAIN_CACHE = "triton keeps keys and values as they are computed, not in int8"
+BIDIRECTIONAL = "triton supports causal attention only"
+PLAIN_CACHE = "triton does not support an int8 KV cache"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

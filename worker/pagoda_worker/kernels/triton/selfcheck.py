@@ -112,9 +112,9 @@ def _adapter_problem(ops: TritonOps, dtype: torch.dtype, generator: torch.Genera
 
     together = added(ops, x, slots)
     if _differs(together, added(plain, x.double(), slots)):
-        return "what adapters add is wrong"
+        return "the contribution of adapters is wrong"
     alone = [added(ops, x[row : row + 1], slots[row : row + 1]) for row in range(ROWS)]
-    return None if torch.equal(torch.cat(alone), together) else "what an adapter adds depends on others"
+    return None if torch.equal(torch.cat(alone), together) else "the contribution of an adapter depends on other rows"
 
 
 def _adapters(dtype: torch.dtype, generator: torch.Generator) -> list[LowRank]:
@@ -145,7 +145,7 @@ def _experts_verdict(ops: TritonOps, dtype: torch.dtype, generator: torch.Genera
         if _differs(part, expected[begin:end]):
             return Verdict("experts of few tokens are wrong")
         if not torch.equal(part, whole[begin:end]):
-            return Verdict(varies="what experts say depends on how many tokens there are")
+            return Verdict(varies="the experts' results depend on the number of tokens")
     return Verdict()
 
 

@@ -128,6 +128,6 @@ def _falcon_norms(config: ConfigReader, newer: bool, parallel: bool) -> dict[str
         return {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
     if not parallel or norms not in (1, 2 if newer else 1):
         raise UnsupportedConfig(
-            f"config.json: 'num_ln_in_parallel_attn'={norms} with 'parallel_attn'={parallel} is no Falcon"
+            f"config.json: 'num_ln_in_parallel_attn'={norms} with 'parallel_attn'={parallel} is not supported"
         )
     return {"attention": "ln_attn", "mlp": "ln_mlp"} if norms == 2 else {"attention": "input_layernorm"}

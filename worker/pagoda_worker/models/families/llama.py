@@ -33,13 +33,13 @@ def attention_of(config: ConfigReader) -> AttentionShape:
 def attention_shape(hidden: int, heads: int, kv_heads: int, head_dim: int | None = None) -> AttentionShape:
     head_dim = head_dim or _even_share(hidden, heads)
     if heads % kv_heads or head_dim % 2:
-        raise invalid("config.json", f"{heads} heads over {kv_heads} KV heads of {head_dim} dimensions do not divide")
+        raise invalid("config.json", f"{heads} heads do not divide into {kv_heads} KV heads of {head_dim} dimensions")
     return AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5)
 
 
 def _even_share(hidden: int, heads: int) -> int:
     if hidden % heads:
-        raise invalid("config.json", f"hidden_size={hidden} is no multiple of num_attention_heads={heads}")
+        raise invalid("config.json", f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     return hidden // heads
 
 

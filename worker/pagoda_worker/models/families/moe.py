@@ -68,7 +68,7 @@ def experts_of(config: ConfigReader, experts: str) -> Routing:
     """`experts`: the field with the number of experts."""
     count = in_range("config.json", experts, config.size(experts), 1, MOST_EXPERTS)
     if count * config.size("num_hidden_layers") > MOST_IN_ALL:
-        raise invalid("config.json", f"{experts!r}={count} in each layer are more than {MOST_IN_ALL} in all")
+        raise invalid("config.json", f"{experts!r}={count} per layer exceeds {MOST_IN_ALL} experts in all")
     name = "num_experts_per_tok"
     return Routing(
         experts=count,
@@ -99,7 +99,7 @@ def _with_experts(config: ConfigReader, spec: DecoderSpec, shared: MlpShape | No
     """Every `decoder_sparse_step`-th layer has them, except `mlp_only_layers`."""
     step, dense = config.size("decoder_sparse_step", 1), config.maybe("mlp_only_layers", list) or []
     if not all(type(index) is int for index in dense):
-        raise UnsupportedConfig(f"config.json: 'mlp_only_layers' must be numbers of layers, got {shown(dense)}")
+        raise UnsupportedConfig(f"config.json: 'mlp_only_layers' must be layer numbers, got {shown(dense)}")
     moe = MoeShape(
         routing=_routing(config, config.take("norm_topk_prob", bool, False)),
         width=config.size("moe_intermediate_size"),

@@ -102,7 +102,7 @@ def _mlps(config: ConfigReader) -> list[MlpShape | MoeShape]:
     layers, step = config.size("num_hidden_layers"), config.size("interleave_moe_layer_step", 1)
     named = config.maybe("moe_layers", list)
     if not all(type(index) is int for index in named or []):
-        raise UnsupportedConfig(f"config.json: 'moe_layers' must be numbers of layers, got {shown(named)}")
+        raise UnsupportedConfig(f"config.json: 'moe_layers' must be layer numbers, got {shown(named)}")
     width, activation = config.size("intermediate_size"), config.activation("hidden_act")
     moe = MoeShape(
         routing=replace(experts_of(config, "num_local_experts"), sigmoid=True, inputs=True),
