@@ -84,16 +84,16 @@ def open_envelope(parts: Sequence[bytes], spoken: Versions = SPOKEN) -> tuple[En
         OtherVersionError: a whole frame, of another protocol version.
     """
     if len(parts) != NUM_PARTS:
-        raise FrameError(f"a frame has {NUM_PARTS} parts, got {len(parts)}")
+        raise FrameError(f"a frame must have {NUM_PARTS} parts, got {len(parts)}")
     version, boot_id, worker_id, epoch, sequence, payload = parts
     if len(version) != 1:
-        raise FrameError(f"a protocol version is 1 byte, got {version[:8]!r}")
+        raise FrameError(f"a protocol version must be 1 byte, got {version[:8]!r}")
     if len(boot_id) > MAX_ID_BYTES or len(worker_id) > MAX_ID_BYTES:
-        raise FrameError(f"ids have at most {MAX_ID_BYTES} bytes")
+        raise FrameError(f"ids must have at most {MAX_ID_BYTES} bytes")
     if len(epoch) != _U64.size or len(sequence) != _U64.size:
-        raise FrameError("epoch and sequence are 8 bytes each")
+        raise FrameError("epoch and sequence must be 8 bytes each")
     if len(payload) > MAX_FRAME_BYTES:
-        raise FrameError(f"a payload has at most {MAX_FRAME_BYTES} bytes, got {len(payload)}")
+        raise FrameError(f"a payload must have at most {MAX_FRAME_BYTES} bytes, got {len(payload)}")
     try:
         ids = boot_id.decode(), worker_id.decode()
     except UnicodeDecodeError as error:

@@ -50,7 +50,7 @@ class DecodeList:
         row_ids, starts = self._row_ids, self._starts
         here, there = (len(row_ids), sum(row_ids), sum(starts)), (decodes.count, decodes.row_id_sum, decodes.start_sum)
         if here != there:
-            raise DecodesDiffer(f"count, ids and starts of the rows that decode add up to {here} here, {there} there")
+            raise DecodesDiffer(f"count and sums of the decoding rows are {here} here, but {there} in the plan")
         self._starts = [start + 1 for start in starts]
         return [Chunk(row_id, start, 1, True) for row_id, start in zip(row_ids, starts, strict=True)] + plan.chunks
 
@@ -58,7 +58,7 @@ class DecodeList:
         left = set(decodes.left)
         stay = [place for place, row_id in enumerate(self._row_ids) if row_id not in left]
         if len(stay) + len(decodes.left) != len(self._row_ids):
-            raise DecodesDiffer("a row is to leave that did not decode")
+            raise DecodesDiffer("a row that should leave was not decoding")
         self._row_ids = [self._row_ids[place] for place in stay]
         self._starts = [self._starts[place] for place in stay]
         for place, row_id, start in decodes.joined:

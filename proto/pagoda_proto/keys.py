@@ -39,9 +39,9 @@ class Term(NamedTuple):
 
     def problem(self, now: float) -> str | None:
         if now > self.not_after:
-            return f"{self.file}: its certificate ended on {_date(self.not_after)}"
+            return f"{self.file}: its certificate expired on {_date(self.not_after)}"
         if now < self.not_before:
-            return f"{self.file}: its certificate holds only from {_date(self.not_before)} on"
+            return f"{self.file}: its certificate is not valid before {_date(self.not_before)}"
         return None
 
 
@@ -57,7 +57,7 @@ class TlsKeys(NamedTuple):
         """A warning about their expiry; None while it is far off. `now` is in seconds since the epoch."""
         if now < self.term.not_after - WARNED_S:
             return None
-        end = f"its certificate ends on {_date(self.term.not_after)}, and from then on no link is made"
+        end = f"its certificate expires on {_date(self.term.not_after)}, after which no connection can be made"
         return self.term.problem(now) or f"{self.term.file}: {end}"
 
     async def tell_of_the_end(self, log: logging.Logger) -> None:
@@ -88,11 +88,11 @@ def load_tls(keys_dir: str, now: float | None = None) -> TlsKeys:
     try:
         context.load_verify_locations(ca)
     except OSError as error:
-        raise KeyFileError(f"{ca} holds no certificate that can be used: {error}") from error
+        raise KeyFileError(f"{ca} has no usable certificate: {error}") from error
     try:
         context.load_cert_chain(certificate, private_key, password="")  # or it prompts on the terminal
     except OSError as error:
-        raise KeyFileError(f"{certificate} and {private_key} are no pair that can be used: {error}") from error
+        raise KeyFileError(f"{certificate} and {private_key} are not a usable pair: {error}") from error
     authorities, chain = _terms(ca, pem[0]), _terms(certificate, pem[1])
     now = time.time() if now is None else now
     good = [term for term in authorities if term.problem(now) is None]  # one of several is enough
@@ -113,11 +113,11 @@ def load_curve(keys_dir: str, peers: str) -> CurveKeys:
     directory = Path(keys_dir)
     peer_files = sorted(directory.glob(peers))
     if not peer_files:
-        raise KeyFileError(f"{directory} holds no {peers}")
+        raise KeyFileError(f"{directory} has no {peers}")
     peer_keys = tuple(_z85(path)[0] for path in peer_files)
     (public, _), (secret, its_public) = _z85(directory / "curve.public"), _z85(directory / "curve.secret")
     if its_public != public:
-        raise KeyFileError(f"{directory / 'curve.public'} and {directory / 'curve.secret'} are no pair")
+        raise KeyFileError(f"{directory / 'curve.public'} and {directory / 'curve.secret'} are not a pair")
     return CurveKeys(public, secret, peer_keys)
 
 
@@ -145,9 +145,9 @@ def _terms(path: Path, pem: bytes) -> list[Term]:
     try:
         terms = [Term(path, *_validity(ssl.PEM_cert_to_DER_cert(block.decode("ascii")))) for block in blocks]
     except (ValueError, IndexError) as error:
-        raise KeyFileError(f"{path} does not say when its certificate ends") from error
+        raise KeyFileError(f"{path} has a certificate whose expiry cannot be read") from error
     if not terms:
-        raise KeyFileError(f"{path} holds no BEGIN CERTIFICATE")
+        raise KeyFileError(f"{path} has no BEGIN CERTIFICATE")
     return terms
 
 

@@ -79,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = 0.0
     frequency_penalty: Annotated[float, Parameter("subtracted per occurrence of the token in the output", -2, 2)] = 0.0
     seed: Annotated[
-        int | None, Parameter("negative ones count from 2^64 down; admission draws one if absent", MIN_SEED, MAX_SEED)
+        int | None, Parameter("negative seeds count down from 2^64; absent: drawn at admission", MIN_SEED, MAX_SEED)
     ] = None
     max_tokens: Annotated[
         int | None, Parameter("most output tokens per choice; absent: up to the context length", 1, MAX_TOKENS_CEILING)
@@ -99,7 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         tuple[tuple[int, ...], ...], Parameter("token sequences that must not appear in the output")
     ] = ()
     logprobs: Annotated[
-        int | None, Parameter("report the sampled token's and so many most likely ones' logprobs", 0, MAX_LOGPROBS)
+        int | None, Parameter("report logprobs of the sampled token and of this many most likely ones", 0, MAX_LOGPROBS)
     ] = None
     prompt_logprobs: Annotated[int | None, Parameter("the same for the prompt's own tokens", 0, MAX_LOGPROBS)] = None
     grammar: Annotated[
@@ -109,7 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         bool, Parameter("the n likeliest sequences that a search with n beams finds, instead of n sampled ones")
     ] = False
     length_penalty: Annotated[
-        float, Parameter("of a beam search: sums of log-probabilities are divided by length to this power", -10, 10)
+        float, Parameter("in a beam search, log-probability sums are divided by length to this power", -10, 10)
     ] = 1.0
     include_stop_str_in_output: Annotated[bool, Parameter("keep the stop string that ended the text")] = False
     skip_special_tokens: Annotated[bool, Parameter("leave special tokens out of the text")] = True
@@ -230,9 +230,9 @@ def _beam_problems(p: SamplingParams) -> Iterator[Problem]:
         return
     for name, empty in _NOT_OF_BEAMS:
         if getattr(p, name) != empty:
-            yield Problem(name, "does not go with use_beam_search")
+            yield Problem(name, "cannot be combined with use_beam_search")
     if p.temperature not in (0.0, 1.0):
-        yield Problem("temperature", "does not go with use_beam_search, which ranks by the model's own likelihoods")
+        yield Problem("temperature", "must be 0 or 1 with use_beam_search")
 
 
 def num_candidates(p: SamplingParams, num_ends: int) -> int:
@@ -240,7 +240,7 @@ def num_candidates(p: SamplingParams, num_ends: int) -> int:
     that continue. Raises InvalidParams if rows do not report that many log-probabilities."""
     count = p.n + num_ends
     if count > MAX_LOGPROBS:
-        rule = f"beams and the tokens that may end them are at most {MAX_LOGPROBS} together"
+        rule = f"beams and end tokens must be at most {MAX_LOGPROBS} together"
         raise InvalidParams([Problem("n", f"{rule}, got {p.n} and {num_ends}")])
     return count
 

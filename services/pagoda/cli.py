@@ -25,18 +25,18 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("pagoda.commands.serve", "start gateway, engine core and workers on this machine"),
-    "gateway": Command("pagoda.commands.gateway", "start one gateway: HTTP in front, text side"),
+    "gateway": Command("pagoda.commands.gateway", "start one gateway: HTTP API, text"),
     "engine-core": Command("pagoda.commands.engine_core", "start one engine core: requests, scheduling, KV blocks"),
     "worker": Command("pagoda.commands.worker", "start one worker: weights, KV tensors, kernels"),
-    "chat": Command("pagoda.commands.chat", "talk to a running server"),
-    "complete": Command("pagoda.commands.complete", "let a running server continue a text"),
-    "replay": Command("pagoda.commands.replay", "compute a finished request again and say whether it is the same"),
-    "bench": Command("pagoda.bench.command", "measure a running server, the offline engine, a start or the kernels"),
+    "chat": Command("pagoda.commands.chat", "chat with a running server"),
+    "complete": Command("pagoda.commands.complete", "complete a text on a running server"),
+    "replay": Command("pagoda.commands.replay", "compute a finished request again and compare the results"),
+    "bench": Command("pagoda.bench.command", "benchmark a running server, the offline engine, startup or the kernels"),
     "config": Command("pagoda.commands.config", "show or check the settings and where each value comes from"),
-    "keys": Command("pagoda.commands.keys", "make, list and revoke API keys"),
-    "workers": Command("pagoda.commands.workers", "list workers, ask one to leave, while they serve"),
-    "keygen": Command("pagoda.commands.keygen", "make keys for tiers on different hosts"),
-    "ping": Command("pagoda.commands.ping", "ask a process whether it is healthy"),
+    "keys": Command("pagoda.commands.keys", "create, list and revoke API keys"),
+    "workers": Command("pagoda.commands.workers", "list or drain workers, or drop their cached prefixes"),
+    "keygen": Command("pagoda.commands.keygen", "create encryption keys for tiers on different hosts"),
+    "ping": Command("pagoda.commands.ping", "check whether a process is healthy"),
     "doctor": Command("pagoda.commands.doctor", "check what this machine offers"),
     "version": Command("pagoda.tools.version", "print versions"),
 }
@@ -76,10 +76,10 @@ def parser_of(chosen: str = "") -> argparse.ArgumentParser:
     parser = Parser(
         prog="pagoda",
         description="LLM serving whose streams survive kill -9.",
-        epilog="Every option of a server is also PAGODA_<NAME> in the environment and <name> in the file of --config.",
+        epilog="Server options can also be set as PAGODA_<NAME> in the environment or as <name> in the --config file.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="store_true", help="the same as the command version")
+    parser.add_argument("--version", action="store_true", help="same as the command version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)

@@ -67,9 +67,9 @@ def gateway(tmp_path: Path) -> str:
 def test_keys_are_refused_before_and_after_their_time_by_file_and_date(gateway: str) -> None:
     for now in (AT, END):
         assert load_tls(gateway, now).term.not_after == END
-    with pytest.raises(KeyFileError, match=r"gateway/tls\.crt: its certificate ended on 2030-04-11 00:00 UTC"):
+    with pytest.raises(KeyFileError, match=r"gateway/tls\.crt: its certificate expired on 2030-04-11 00:00 UTC"):
         load_tls(gateway, END + 1)
-    with pytest.raises(KeyFileError, match=r"gateway/tls\.crt: .* holds only from 2029-12-31 23:55 UTC on"):
+    with pytest.raises(KeyFileError, match=r"gateway/tls\.crt: .* is not valid before 2029-12-31 23:55 UTC"):
         load_tls(gateway, AT - 3600)
 
 
@@ -78,7 +78,7 @@ def test_of_several_authorities_one_that_holds_is_enough(tmp_path: Path) -> None
     keys_dir = write(tmp_path, old + new, new)
     assert load_tls(keys_dir, AT + DAY_S).term.not_after == AT + 9 * DAY_S
     write(tmp_path, old, new)
-    with pytest.raises(KeyFileError, match=r"ca\.crt: its certificate ended on 2030-01-01"):
+    with pytest.raises(KeyFileError, match=r"ca\.crt: its certificate expired on 2030-01-01"):
         load_tls(keys_dir, AT + DAY_S)
 
 
@@ -93,8 +93,8 @@ def test_what_ends_first_is_the_end(tmp_path: Path) -> None:
 def test_a_warning_comes_a_month_before_the_end_and_goes_on_behind_it(gateway: str) -> None:
     keys = load_tls(gateway, AT)
     assert keys.warning(END - WARNED_S - 1) is None
-    assert "gateway/tls.crt: its certificate ends on 2030-04-11 00:00 UTC" in (keys.warning(END - WARNED_S) or "")
-    assert "ended on 2030-04-11" in (keys.warning(END + 1) or "")
+    assert "gateway/tls.crt: its certificate expires on 2030-04-11 00:00 UTC" in (keys.warning(END - WARNED_S) or "")
+    assert "expired on 2030-04-11" in (keys.warning(END + 1) or "")
 
 
 async def test_an_end_that_is_near_is_told_every_day(
@@ -107,4 +107,4 @@ async def test_an_end_that_is_near_is_told_every_day(
         while len(caplog.records) < 3:  # noqa: ASYNC110 - a log has no event
             await asyncio.sleep(0)
     telling.cancel()
-    assert {"its certificate ends on" in record.getMessage() for record in caplog.records} == {True}
+    assert {"its certificate expires on" in record.getMessage() for record in caplog.records} == {True}

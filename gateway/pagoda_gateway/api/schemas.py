@@ -187,7 +187,7 @@ class Sampling(PlainParameters):
         for name in BESIDE_BEAMS:
             value = getattr(self, name, None)
             if value is not None and value is not False and value != []:
-                raise ValueError(f"{name} does not go with use_beam_search")
+                raise ValueError(f"{name} cannot be combined with use_beam_search")
         return self
 
     @model_validator(mode="after")

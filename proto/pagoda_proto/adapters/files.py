@@ -50,7 +50,7 @@ def inside(path: Path, allowed: Iterable[Path]) -> Path:
             return real
     except (OSError, RuntimeError, ValueError):
         raise AdapterError("there is no such directory") from None
-    raise AdapterError("the path is outside of what adapters may be loaded from (lora_modules, and below lora_dir)")
+    raise AdapterError("the path is outside the directories that adapters may be loaded from (lora_modules, lora_dir)")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def open_weights(path: Path, max_bytes: int) -> BinaryIO:
     """Open adapter_model.safetensors for reading. Raises AdapterError."""
     if not (path / WEIGHTS).exists() and (path / "adapter_model.bin").exists():
-        raise AdapterError(f"there is adapter_model.bin but no {WEIGHTS}; other formats are not loaded")
+        raise AdapterError(f"there is adapter_model.bin but no {WEIGHTS}; convert the adapter to safetensors")
     return _regular(path, WEIGHTS, max_bytes)
 
 
@@ -83,7 +83,7 @@ def _regular(path: Path, name: str, max_bytes: int) -> BinaryIO:
             inside(file, (path, *_blobs(path)))
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise AdapterError(f"{name} is no regular file")
+            raise AdapterError(f"{name} is not a regular file")
         if found.st_size > max_bytes:
             raise AdapterError(f"{name} has {found.st_size} bytes, more than the {max_bytes} allowed")
         return file.open("rb")
@@ -97,4 +97,4 @@ def _blobs(path: Path) -> list[Path]:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")

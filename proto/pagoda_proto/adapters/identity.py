@@ -47,10 +47,10 @@ def adapter_problems(adapter: Adapter | None) -> Iterator[Problem]:
     if adapter is None:
         return
     if not DIGEST.fullmatch(adapter.digest):
-        yield Problem("adapter", f"a digest has 64 hexadecimal digits, got {adapter.digest[:80]!a}")
+        yield Problem("adapter", f"a digest must have 64 hexadecimal digits, got {adapter.digest[:80]!a}")
     size = len(adapter.path.encode(errors="replace"))
     if not 1 <= size <= MAX_PATH_BYTES or "\0" in adapter.path:
-        yield Problem("adapter", f"a path has 1 to {MAX_PATH_BYTES} bytes, none of them 0, got {size}")
+        yield Problem("adapter", f"a path must have 1 to {MAX_PATH_BYTES} bytes, none of them 0, got {size}")
 
 
 def read_lora_modules(text: str) -> dict[str, NamedAdapter]:
@@ -65,12 +65,12 @@ def read_lora_modules(text: str) -> dict[str, NamedAdapter]:
     while rest:
         name, adapter, rest = _object(rest) if rest.startswith("{") else _pair(rest)
         if not NAME.fullmatch(name) or not adapter.path:
-            rule = "name=path or an object with name and path is expected, names without spaces"
+            rule = "must be name=path or an object with name and path, without spaces in names"
             raise ValueError(f"lora_modules: {rule}, got {(name or text)[:200]!a}")
         if unseen := [one for one in (name, *adapter) if not one.isprintable()]:
             raise ValueError(f"lora_modules: names and paths must be printable, got {unseen[0][:200]!a}")
         if name in found:
-            raise ValueError(f"lora_modules: {name!a} stands twice")
+            raise ValueError(f"lora_modules: {name!a} is given twice")
         found[name] = adapter
         rest = rest.lstrip(SEPARATORS)
     return found
@@ -80,7 +80,7 @@ def _pair(text: str) -> tuple[str, NamedAdapter, str]:
     part, _, rest = text.partition(",")
     name, equals, path = part.strip().partition("=")
     if not equals:
-        raise ValueError(f"lora_modules: name=path or an object of JSON is expected, got {part[:200]!a}")
+        raise ValueError(f"lora_modules: must be name=path or a JSON object, got {part[:200]!a}")
     return name, NamedAdapter(path), rest
 
 
@@ -88,10 +88,10 @@ def _object(text: str) -> tuple[str, NamedAdapter, str]:
     try:
         fields, end = json.JSONDecoder(object_pairs_hook=_each_once).raw_decode(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"lora_modules: {text[:200]!a} is no object of JSON: {error}") from error
+        raise ValueError(f"lora_modules: {text[:200]!a} is not a JSON object: {error}") from error
     for field, value in fields.items():
         if field not in FIELDS:
-            raise ValueError(f"lora_modules: {field[:80]!a} is not known, only {', '.join(FIELDS)} are")
+            raise ValueError(f"lora_modules: {field[:80]!a} is not a field, use {', '.join(FIELDS)}")
         if not isinstance(value, str) and not (value is None and field == FIELDS[-1]):
             raise ValueError(f"lora_modules: {field} must be text, got {value!r:.100}")
     name, path, base = (fields.get(field) or "" for field in FIELDS)
@@ -102,5 +102,5 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse duplicate fields: Python's JSON parser would let the later one silently replace the earlier."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a field stands twice")
+        raise ValueError("a field is given twice")
     return fields

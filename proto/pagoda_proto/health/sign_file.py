@@ -27,7 +27,7 @@ class SignFile:
             try:
                 self._path.touch()
                 if not self._path.is_file() or self._path.stat().st_size:
-                    raise ValueError(f"{option}: {path} is there, and is no empty file")
+                    raise ValueError(f"{option}: {path} exists and is not an empty file")
                 self._path.unlink()
             except OSError as error:
                 raise ValueError(f"{option}: {error}") from error

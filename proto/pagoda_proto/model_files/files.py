@@ -80,7 +80,7 @@ class GgufFiles:
             content = json.dumps(content, ensure_ascii=False)
         encoded = content.encode("utf-8", "surrogatepass")
         if len(encoded) > max_bytes:
-            raise FileTooLarge(f"{self._path.name}: {name} of it is larger than {max_bytes} bytes")
+            raise FileTooLarge(f"{self._path.name}: its {name} is larger than {max_bytes} bytes")
         return encoded
 
 

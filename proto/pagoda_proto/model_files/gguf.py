@@ -94,7 +94,7 @@ class _Header:
     def text(self, most: int) -> str:
         length = self.number("Q")
         if length > most:
-            raise BadGguf(self.path, f"a string of {length} bytes, where at most {most} are taken")
+            raise BadGguf(self.path, f"a string of {length} bytes exceeds the limit of {most}")
         self.have(length)
         self.at += length
         try:
@@ -105,7 +105,7 @@ class _Header:
     def skipped_string(self) -> None:
         length = self.number("Q")
         if length > MAX_STRING_BYTES:
-            raise BadGguf(self.path, f"a string of {length} bytes, where at most {MAX_STRING_BYTES} are taken")
+            raise BadGguf(self.path, f"a string of {length} bytes exceeds the limit of {MAX_STRING_BYTES}")
         self.have(length)
         self.at += length
 
@@ -130,7 +130,7 @@ class _Header:
             for _ in range(count):
                 self.skipped_string()
         else:
-            raise BadGguf(self.path, f"{key!r} has values of type {kind}, which is not known or nested")
+            raise BadGguf(self.path, f"{key!r} has values of type {kind}, which is unknown or nested")
 
     def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
         """Name, type, shape and offset."""
@@ -197,7 +197,7 @@ class Gguf:
         """The values of a small tensor of type F32."""
         tensor = self.tensors[name]
         if tensor.kind != "F32" or len(tensor.shape) != 1:
-            raise self.bad(f"tensor {name!r} must be a list of F32")
+            raise self.bad(f"tensor {name!r} must be one-dimensional and F32")
         data = _opened(tensor.file, lambda data: data[tensor.begin : tensor.end])
         return [plain_number(value) for value in struct.unpack(f"<{tensor.shape[0]}f", data)]
 
@@ -249,11 +249,11 @@ def read_gguf(path: Path) -> Gguf:
     for other in paths[1:]:
         part = _read_file(other)
         if part.tensors.keys() & tensors.keys():
-            raise part.bad("has tensors that an earlier part has, too")
+            raise part.bad("repeats tensors of an earlier part")
         tensors |= part.tensors
     said = whole.maybe("split.tensors.count", int)
     if said is not None and said != len(tensors):
-        raise whole.bad(f"the parts have {len(tensors)} tensors, and should have {said}")
+        raise whole.bad(f"the parts have {len(tensors)} tensors instead of {said}")
     return Gguf(path, whole._places, tensors)
 
 
@@ -291,20 +291,20 @@ def _parsed(path: Path, header: _Header) -> Gguf:
     for _ in range(num_pairs):
         key = header.text(MAX_KEY_BYTES)
         if key in places:
-            raise BadGguf(path, f"{key!r} is there twice")
+            raise BadGguf(path, f"{key!r} occurs twice")
         places[key] = header.value(key)
     infos = [header.tensor() for _ in range(num_tensors)]
     alone = Gguf(path, places, {})
     alignment = alone.take("general.alignment", int, 32)
     if not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise BadGguf(path, f"'general.alignment' is {alignment}, no power of two up to {MAX_ALIGNMENT}")
+        raise BadGguf(path, f"'general.alignment' is {alignment}, not a power of two up to {MAX_ALIGNMENT}")
     start = -(-header.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     for name, kind, shape, offset in infos:
         if name in tensors:
-            raise BadGguf(path, f"tensor {name!r} is there twice")
+            raise BadGguf(path, f"tensor {name!r} occurs twice")
         if offset % alignment:
-            raise BadGguf(path, f"tensor {name!r} begins at {offset}, no multiple of {alignment}")
+            raise BadGguf(path, f"tensor {name!r} begins at {offset}, not a multiple of {alignment}")
         tensors[name] = _placed(path, header.size, (name, kind, shape, start + offset))
     _refuse_overlap(path, tensors)
     return Gguf(path, places, tensors)
@@ -315,31 +315,35 @@ def _opening(path: Path, header: _Header) -> tuple[int, int]:
     header.have(4)
     header.at = 4
     if header.data[:4] != MAGIC:
-        raise BadGguf(path, "is no GGUF file")
+        raise BadGguf(path, "is not a GGUF file")
     version = header.number("I")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
-        why = "is of a big-endian machine" if swapped else f"has version {version}, and only 2 and 3 are read"
+        why = (
+            "is big-endian, which is not supported"
+            if swapped
+            else f"has version {version}, but only 2 and 3 are supported"
+        )
         raise BadGguf(path, why)
     num_tensors, num_pairs = header.number("Q"), header.number("Q")
     if num_tensors > MAX_TENSORS or num_pairs > MAX_PAIRS:
-        raise BadGguf(path, f"{num_tensors} tensors and {num_pairs} pairs, more than any model has")
+        raise BadGguf(path, f"{num_tensors} tensors and {num_pairs} pairs exceed the limits")
     return num_tensors, num_pairs
 
 
 def _placed(path: Path, size: int, info: tuple[str, int, tuple[int, ...], int]) -> GgufTensor:
     name, number, shape, begin = info
     if number not in TENSOR_TYPES:
-        known = f"{UNREAD_TYPES.get(number, number)}, which is not read"
+        known = f"{UNREAD_TYPES.get(number, number)}, which is not supported"
         raise BadGguf(
-            path, f"tensor {name!r} is of type {known}; there are {', '.join(n for n, *_ in TENSOR_TYPES.values())}"
+            path, f"tensor {name!r} is of type {known}; supported are {', '.join(n for n, *_ in TENSOR_TYPES.values())}"
         )
     kind, values, num_bytes = TENSOR_TYPES[number]
     if shape[-1] % values or not all(shape):
         raise BadGguf(path, f"tensor {name!r} of shape {list(shape)} does not consist of blocks of {values} values")
     end = begin + prod(shape) // values * num_bytes
     if end > size:
-        raise BadGguf(path, f"tensor {name!r} of shape {list(shape)} and type {kind} ends behind the file")
+        raise BadGguf(path, f"tensor {name!r} of shape {list(shape)} and type {kind} ends beyond the file")
     return GgufTensor(path, kind, shape, begin, end)
 
 

@@ -93,11 +93,11 @@ def _dtype(gguf: Gguf) -> str:
 def _reading(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
     """Rename the architecture of a decoder that embeds. Raises BadGguf for pooling that no decoder here supports."""
     if not keys.gguf.take(f"{keys.prefix}.attention.causal", bool, True):
-        raise keys.gguf.bad("attention in both directions is not supported")
+        raise keys.gguf.bad("bidirectional attention is not supported")
     pooling = keys.whole("pooling_type", 0)
     if pooling not in (0, LAST):
         raise keys.gguf.bad(
-            f"'{keys.prefix}.pooling_type' is {pooling}, and a decoder's prompts are pooled by their last token only"
+            f"'{keys.prefix}.pooling_type' is {pooling}, but decoders support pooling by the last token only"
         )
     if pooling == LAST:
         fields["architectures"] = [fields["architectures"][0].replace("ForCausalLM", "Model")]

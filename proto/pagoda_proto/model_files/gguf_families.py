@@ -82,7 +82,7 @@ def _qwen3_moe(keys: Keys) -> dict[str, Any]:
 
 def _granite(keys: Keys) -> dict[str, Any]:
     if not keys.gguf.take(f"{keys.prefix}.rope.scaling.finetuned", bool, True):
-        raise keys.gguf.bad(f"'{keys.prefix}.rope.scaling.finetuned' says that nothing turns, which is not supported")
+        raise keys.gguf.bad(f"'{keys.prefix}.rope.scaling.finetuned' turns RoPE off, which is not supported")
     return _biases(keys) | _multipliers(keys)
 
 
@@ -101,7 +101,7 @@ def _olmo2(keys: Keys) -> dict[str, Any]:
         return fields
     theta = keys.number("rope.freq_base", 10_000.0)
     if keys.number(LOCAL_BASE, theta) != theta:
-        raise keys.gguf.bad(f"'{keys.prefix}.{LOCAL_BASE}' other than that of layers that see all is not supported")
+        raise keys.gguf.bad(f"'{keys.prefix}.{LOCAL_BASE}' other than that of full-attention layers is not supported")
     windows = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
     return fields | windows | (_sliding_pattern(keys) if keys.has(PATTERN) else {})
 

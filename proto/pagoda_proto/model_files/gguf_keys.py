@@ -42,7 +42,7 @@ class Keys:
         heads = self.whole("attention.head_count")
         found = self.whole("attention.key_length", self.whole("embedding_length") // heads if heads > 0 else 0)
         if heads < 1 or found < 1:
-            raise self.gguf.bad(f"{heads} heads of {found} dimensions are no attention")
+            raise self.gguf.bad(f"{heads} heads of {found} dimensions are not valid")
         return found
 
 
@@ -50,10 +50,10 @@ def rope_scaling(keys: Keys) -> dict[str, Any] | None:
     """`rope_scaling` of config.json. A tensor of factors per frequency becomes longrope, whatever it came from."""
     gguf, kind, factor = keys.gguf, keys.text("rope.scaling.type", "none"), keys.number("rope.scaling.factor", 0.0)
     if keys.number("rope.scale_linear", 1.0) not in (0.0, 1.0):
-        raise gguf.bad(f"'{keys.prefix}.rope.scale_linear' is of an older kind of file, which is not read")
+        raise gguf.bad(f"'{keys.prefix}.rope.scale_linear' belongs to an older format, which is not supported")
     if FREQUENCIES in gguf.tensors:
         if kind != "none":
-            raise gguf.bad(f"has {FREQUENCIES!r} and rope scaling {kind[:32]!r}")
+            raise gguf.bad(f"has both {FREQUENCIES!r} and rope scaling {kind[:32]!r}")
         factors = gguf.floats(FREQUENCIES)
         return _factors(factors, factors, {"attention_factor": 1.0, "factor": 1.0})
     if kind == "longrope" or LONG in gguf.tensors:

@@ -77,7 +77,7 @@ def _vocabulary(gguf: Gguf) -> tuple[list[str], list[int]]:
     """Tokens, and a type for each."""
     tokens = gguf.items(TOKENS, str)
     if not tokens or len(tokens) > MAX_TOKENS:
-        raise gguf.bad(f"{TOKENS!r} must be there, with at most {MAX_TOKENS} tokens")
+        raise gguf.bad(f"{TOKENS!r} must have 1 to {MAX_TOKENS} tokens")
     types = gguf.items(TYPES, int) or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise gguf.bad(f"{TYPES!r} has {len(types)} types for {len(tokens)} tokens")
@@ -93,7 +93,7 @@ def _id_of(gguf: Gguf, name: str, num_tokens: int) -> int | None:
 def _pre_tokenizer(gguf: Gguf) -> PreTokenizer:
     name = gguf.maybe("tokenizer.ggml.pre", str)
     if name is None:
-        raise gguf.bad("'tokenizer.ggml.pre' is missing, so nobody can tell how texts are cut into words")
+        raise gguf.bad("'tokenizer.ggml.pre' is missing, so it is unknown how to split texts into words")
     if name not in PRE_TOKENIZERS:
         raise gguf.bad(f"'tokenizer.ggml.pre' is {name[:64]!r}, not one of {', '.join(sorted(PRE_TOKENIZERS))}")
     return PRE_TOKENIZERS[name]
@@ -161,7 +161,7 @@ def _merges(gguf: Gguf, scores: list[float]) -> list[list[str]]:
     """
     tokens, types = _vocabulary(gguf)
     if sum(len(token) ** 2 for token in tokens) > MAX_SPLIT_CHARS:
-        raise gguf.bad(f"its tokens are too long: their lengths' squares add up to more than {MAX_SPLIT_CHARS}")
+        raise gguf.bad(f"its tokens are too long: the squares of their lengths add up to more than {MAX_SPLIT_CHARS}")
     plain = {token: score for token, kind, score in zip(tokens, types, scores, strict=True) if kind == NORMAL}
     merges = []
     for token in sorted(plain, key=lambda token: -plain[token]):
@@ -176,7 +176,7 @@ def _tokenizer(gguf: Gguf, *, model: Mapping[str, Any], **steps: Any) -> dict[st
     tokens, types = _vocabulary(gguf)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
-        raise gguf.bad(f"{len(tokens) - len(vocabulary)} tokens are there twice")
+        raise gguf.bad(f"{len(tokens) - len(vocabulary)} tokens occur twice")
     usual = {
         "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
         "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,

@@ -59,9 +59,9 @@ def _own_problems(params: PoolingParams) -> Iterator[Problem]:
             yield Problem(name, f"must be between 0 and {MAX_TOKENS_CEILING}, got {getattr(params, name)}")
     if params.output in (CLASSIFY, MAX_SIM) and (params.dimensions or params.normalize is not None):
         name = "dimensions" if params.dimensions else "normalize"
-        yield Problem(name, f"is for embeddings, and the output is {params.output}")
+        yield Problem(name, f"applies to embeddings only, but the output is {params.output}")
     if params.output != CLASSIFY and params.activate is not None:
-        yield Problem("activate", f"is for scores, and the output is {params.output}")
+        yield Problem("activate", f"applies to scores only, but the output is {params.output}")
 
 
 def answer_bytes(params: PoolingParams, num_tokens: int, width: int) -> int:
@@ -118,7 +118,7 @@ def _late_problems(params: PoolingParams, length: int, readings: Readings) -> It
     if params.output == MAX_SIM and not params.second_start:
         yield Problem("second_start", "max_sim needs a pair of texts")
     if params.unseen and MAX_SIM not in readings.outputs:
-        yield Problem("unseen", "is for models of late interaction")
+        yield Problem("unseen", "needs a late-interaction model")
     elif params.unseen and params.unseen >= (params.second_start or length):
         yield Problem("unseen", f"must be below the first text's {params.second_start or length} tokens")
 

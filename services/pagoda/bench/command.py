@@ -23,9 +23,9 @@ from pagoda.tools.http_stream import HttpError, Target
 
 OTHERS: dict[str, tuple[Any, str]] = {
     "throughput": (offline, "offline throughput of a model"),
-    "latency": (latency, "offline times of a model: first token and each one after, a batch at a time"),
+    "latency": (latency, "offline latency of a model, one batch at a time: first token and each later one"),
     "startup": (startup, "time from `pagoda serve` to ready and to the first token, with its parts"),
-    "kernels": (kernels, "every CPU kernel against what this machine can do at most"),
+    "kernels": (kernels, "every CPU kernel against the limits of this machine"),
 }
 LIMIT_NAMES = ("ttft", "tpot", "e2e")
 
@@ -60,7 +60,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     add_target_arguments(group)
     group.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="[%(default)s]")
-    group.add_argument("--timeout-s", type=number(), default=600.0, help="for one request [%(default)s]")
+    group.add_argument("--timeout-s", type=number(), default=600.0, help="limit for one request [%(default)s]")
     group.add_argument("--resumable", action="store_true", help="give every request an Idempotency-Key of its own")
 
 
@@ -73,13 +73,13 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-len", type=whole(1), default=64, help="output tokens [%(default)s]")
     group.add_argument("--input-spread", type=number(), default=0.0, help="standard deviation of the prompt length")
     group.add_argument("--output-spread", type=number(), default=0.0, help="standard deviation of the output length")
-    group.add_argument("--prefix-len", type=whole(), default=0, help="first tokens that prompts share")
-    group.add_argument("--num-prefixes", type=whole(1), default=1, help="different shared prefixes [%(default)s]")
+    group.add_argument("--prefix-len", type=whole(), default=0, help="shared tokens at the start of prompts")
+    group.add_argument("--num-prefixes", type=whole(1), default=1, help="number of shared prefixes [%(default)s]")
     group.add_argument("--token-ids", type=_id_range, default=range(100, 250), help="LOW:HIGH to draw prompts from")
     group.add_argument("--temperature", type=number(), default=0.0, help="[%(default)s]")
     group.add_argument("--honour-eos", action="store_true", help="let the model end an answer early")
     group.add_argument("--extra-body", type=_json_object, default={}, help="JSON object merged into every request")
-    group.add_argument("--seed", type=seed(), default=0, help="of the workload [%(default)s]")
+    group.add_argument("--seed", type=seed(), default=0, help="seed of the workload [%(default)s]")
     group.add_argument("--salt", default="", help="changes all prompts, so that no earlier run has cached them")
 
 
@@ -88,19 +88,21 @@ def _add_pace_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--concurrency", type=whole(1), default=8, help="requests in flight (closed loop) [%(default)s]")
     group.add_argument("--rate", type=number(1e-6), help="requests per second (open loop)")
     group.add_argument(
-        "--burstiness", type=number(), default=1.0, help="1 Poisson, more: smoother, 0 even [%(default)s]"
+        "--burstiness", type=number(), default=1.0, help="1: Poisson, more: smoother, 0: even [%(default)s]"
     )
     group.add_argument("--replay", action="store_true", help="open loop at the rows' own times")
-    group.add_argument("--speed", type=number(1e-6), default=1.0, help="of a replay [%(default)s]")
+    group.add_argument("--speed", type=number(1e-6), default=1.0, help="speed of a replay [%(default)s]")
     group.add_argument("--duration-s", type=number(), help="start no new request after this long")
     group.add_argument("--warmup", type=whole(), default=2, help="requests before the measurement [%(default)s]")
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
-    group.add_argument("--limits", type=_limits, default={}, help="ttft=MS,tpot=MS,e2e=MS: report who keeps them")
-    group.add_argument("--pids", type=wholes, default=(), help="server processes to watch, N,N,..")
-    group.add_argument("--descendants", action="store_true", help="watch what they started, too")
+    group.add_argument(
+        "--limits", type=_limits, default={}, help="ttft=MS,tpot=MS,e2e=MS: report the share within them"
+    )
+    group.add_argument("--pids", type=wholes, default=(), help="ids of server processes to watch, N,N,..")
+    group.add_argument("--descendants", action="store_true", help="also watch their child processes")
     group.add_argument("--json", help="write the report to this file")
     group.add_argument("--dump", help="write one JSON line per request to this file")
 
@@ -192,7 +194,7 @@ def _id_range(text: str) -> range:
     low, _, high = text.partition(":")
     ids = range(whole()(low), whole()(high))
     if not ids:
-        raise argparse.ArgumentTypeError(f"LOW:HIGH with LOW below HIGH is needed, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be LOW:HIGH with LOW below HIGH, got {text!r}")
     return ids
 
 
@@ -202,12 +204,14 @@ def _json_object(text: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"a JSON object is needed, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
     return value
 
 
 def _limits(text: str) -> dict[str, float]:
     limits = {name: number()(value) for name, _, value in (part.partition("=") for part in text.split(","))}
     if unknown := set(limits) - set(LIMIT_NAMES):
-        raise argparse.ArgumentTypeError(f"limits are {', '.join(LIMIT_NAMES)}, got {', '.join(sorted(unknown))}")
+        raise argparse.ArgumentTypeError(
+            f"limits must be of {', '.join(LIMIT_NAMES)}, got {', '.join(sorted(unknown))}"
+        )
     return limits

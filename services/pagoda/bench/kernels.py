@@ -35,17 +35,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--instruction-set", default="", metavar="NAME,NAME,..",
-        help="levels of the kernels, or all for each that runs here; the best one by default",
+        help="kernel levels, or all for each that runs here; default: the best one",
     )  # fmt: skip
-    group.add_argument("--threads", type=whole(), default=0, help="one per usable core when left out")
-    group.add_argument("--formats", type=_words, help="of linear layers, NAME,NAME,..; bf16 and all others by default")
-    group.add_argument("--only", type=_words, default=(), metavar="TEXT,TEXT,..", help="in the name of an operation")
-    group.add_argument("--rows", type=wholes, default=(), metavar="N,..", help="of linear layers; up to 512 by default")
-    group.add_argument("--ceilings", action="store_true", help="measure the ceilings and nothing else")
+    group.add_argument("--threads", type=whole(), default=0, help="default: one per usable core")
+    group.add_argument("--formats", type=_words, help="formats of linear layers, NAME,NAME,..; default: all")
+    group.add_argument(
+        "--only", type=_words, default=(), metavar="TEXT,TEXT,..", help="only operations with one of these in the name"
+    )
+    group.add_argument(
+        "--rows", type=wholes, default=(), metavar="N,..", help="rows of linear layers; default: up to 512"
+    )
+    group.add_argument("--ceilings", action="store_true", help="measure only the ceilings")
     group = parser.add_argument_group("how")
-    group.add_argument("--repeats", type=whole(1), default=5, help="runs, of which the median counts [%(default)s]")
-    group.add_argument("--cold-mib", type=whole(), default=256, help="what a run moves at least [%(default)s]")
-    group.add_argument("--max-tokens", type=whole(1), default=2**20, help="leave out cases with more [%(default)s]")
+    group.add_argument(
+        "--repeats", type=whole(1), default=5, help="runs per case; the median is reported [%(default)s]"
+    )
+    group.add_argument("--cold-mib", type=whole(), default=256, help="least MiB that a run moves [%(default)s]")
+    group.add_argument(
+        "--max-tokens", type=whole(1), default=2**20, help="leave out cases with more tokens [%(default)s]"
+    )
     group = parser.add_argument_group("output")
     group.add_argument("--json", type=Path, help="write the report to this file")
     group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the roofline (needs matplotlib)")
@@ -56,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         plot.require()
         if len(levels) > 1:
-            raise ConfigError([f"--plot draws one instruction set, not {', '.join(levels)}"])
+            raise ConfigError([f"--plot needs a single instruction set, got {', '.join(levels)}"])
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, LEAST_WIDTH)  # output to a file may be as wide as needed
     reports = []
@@ -98,7 +106,7 @@ def measure(arguments: argparse.Namespace, level: str) -> dict[str, Any]:
 
     formats = arguments.formats or (PLAIN, *FORMATS)
     if unknown := set(formats) - {PLAIN, *FORMATS}:
-        raise ConfigError([f"--formats knows {', '.join((PLAIN, *FORMATS))}, not {', '.join(sorted(unknown))}"])
+        raise ConfigError([f"--formats must be of {', '.join((PLAIN, *FORMATS))}, got {', '.join(sorted(unknown))}"])
     limits = Limits(
         cold_bytes=arguments.cold_mib * MIB, repeats=arguments.repeats, max_tokens=arguments.max_tokens,
         only=arguments.only, rows=arguments.rows,

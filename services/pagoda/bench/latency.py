@@ -36,14 +36,14 @@ TIMES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     group = parser.add_argument_group("workload")
-    group.add_argument("--batch-size", type=whole(1), default=1, help="requests given at once [%(default)s]")
+    group.add_argument("--batch-size", type=whole(1), default=1, help="requests per batch [%(default)s]")
     group.add_argument("--input-len", type=whole(1), default=128, help="prompt tokens [%(default)s]")
     group.add_argument("--output-len", type=whole(1), default=64, help="output tokens [%(default)s]")
-    group.add_argument("--iterations", type=whole(1), default=10, help="batches measured one by one [%(default)s]")
-    group.add_argument("--warmup", type=whole(), default=2, help="batches before them [%(default)s]")
+    group.add_argument("--iterations", type=whole(1), default=10, help="measured batches [%(default)s]")
+    group.add_argument("--warmup", type=whole(), default=2, help="batches before the measurement [%(default)s]")
     group.add_argument("--temperature", type=number(), default=0.0, help="0 is greedy [%(default)s]")
     group.add_argument("--top-p", type=number(0, 1), default=1.0, help="[%(default)s]")
-    group.add_argument("--seed", type=seed(), default=0, help="of the workload [%(default)s]")
+    group.add_argument("--seed", type=seed(), default=0, help="seed of the workload [%(default)s]")
     group.add_argument("--json", type=Path, help="write the report to this file")
     add_options(parser, "offline")
 

@@ -24,11 +24,13 @@ WARM_UP_TOKENS = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     group = parser.add_argument_group("workload")
-    group.add_argument("--num-requests", type=whole(1), default=32, help="all given at once [%(default)s]")
+    group.add_argument(
+        "--num-requests", type=whole(1), default=32, help="requests, all submitted at once [%(default)s]"
+    )
     group.add_argument("--input-len", type=whole(1), default=128, help="prompt tokens [%(default)s]")
     group.add_argument("--output-len", type=whole(1), default=64, help="output tokens [%(default)s]")
-    group.add_argument("--prefix-len", type=whole(), default=0, help="first tokens that all prompts share")
-    group.add_argument("--seed", type=seed(), default=0, help="of the workload [%(default)s]")
+    group.add_argument("--prefix-len", type=whole(), default=0, help="shared tokens at the start of all prompts")
+    group.add_argument("--seed", type=seed(), default=0, help="seed of the workload [%(default)s]")
     group.add_argument("--json", help="write the report to this file")
     add_options(parser, "offline")
 

@@ -111,7 +111,7 @@ def render(report: dict[str, Any]) -> str:
     if report["wrong_output_length"] or report["wrong_prompt_length"]:
         lines.append(
             f"  warning: {report['wrong_output_length']} outputs and {report['wrong_prompt_length']} prompts "
-            "do not have the length asked for"
+            "do not have the requested length"
         )
     lines.append(
         f"requests/s {report['requests_per_s']:.2f}  output tokens/s {report['output_tokens_per_s']:.1f}  "

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--runs", type=whole(1), default=3, help="starts [%(default)s]")
     group.add_argument("--cold", action="store_true", help="drop the weight files from the page cache before each")
     group.add_argument("--input-len", type=whole(1), default=16, help="tokens of the first prompt [%(default)s]")
-    group.add_argument("--timeout-s", type=number(), default=600.0, help="for one start [%(default)s]")
+    group.add_argument("--timeout-s", type=number(), default=600.0, help="limit for one start [%(default)s]")
     group.add_argument("--json", type=Path, help="write the report to this file")
     add_options(parser, "serve")
 
@@ -145,7 +145,7 @@ class Server:
                 raise ConfigError([f"the server was not ready within {self.timeout_s:g} s"]) from None
             if said is None:
                 last = "\n".join(line for _, line in self.said[-LAST_WORDS:])
-                raise ConfigError([f"the server ended before it was ready:\n{last}"])
+                raise ConfigError([f"the server exited before it was ready:\n{last}"])
             self.said.append(said)
             if found := READY.search(said[1]):
                 self.url = found[1]

@@ -25,9 +25,9 @@ def origins_of(base_urls: Sequence[str]) -> list[httpx.URL]:
     urls = [httpx.URL(each) for each in base_urls]
     for url in urls:
         if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError(f"a base URL looks like http://host:port, got {str(url)!a}")
+            raise ValueError(f"a base URL must look like http://host:port, got {str(url)!a}")
     if len({url.path.rstrip("/") for url in urls}) > 1:
-        raise ValueError("base URLs have the same path, they differ in their hosts and ports")
+        raise ValueError("base URLs must have the same path and differ only in host and port")
     return urls
 
 

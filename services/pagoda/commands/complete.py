@@ -11,7 +11,7 @@ from pagoda.tools.http_stream import HttpError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("text", nargs="?", help="the beginning; standard input when left out")
+    parser.add_argument("text", nargs="?", help="text to complete; default: standard input")
     add_server_arguments(parser)
 
 

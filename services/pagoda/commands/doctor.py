@@ -54,7 +54,7 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    help_text = "also say what a context of this model takes: directory, GGUF file or hub id"
+    help_text = "also report the memory of a context of this model: directory, GGUF file or hub id"
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", default=None, help=help_text)
     parser.add_argument("--port", type=whole(0, 65535), default=8000, help="HTTP port to check [8000]")
     add_named_options(parser, "serve", CONTEXT_OPTIONS)
@@ -66,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
     given = given_flags(arguments, "serve")
     del given["port"]  # only checked
     if given and "model" not in given:
-        raise ConfigError([f"--{name.replace('_', '-')} is said of a MODEL, and none is named" for name in given])
+        raise ConfigError([f"--{name.replace('_', '-')} needs a MODEL, and none is given" for name in given])
     for finding in examine(arguments.port, given):
         failed |= finding.state == "FAIL"
         advice = f" -> {finding.advice}" if finding.advice else ""
@@ -124,14 +124,16 @@ def _files() -> Finding:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # servers raise the soft limit to it
     text = f"open files: hard limit {hard}"
     enough = hard < 0 or hard >= LEAST_FILES
-    return Finding("ok", text) if enough else Finding("warn", text, "a higher limit (ulimit -H -n, LimitNOFILE)")
+    return Finding("ok", text) if enough else Finding("warn", text, "raise the limit (ulimit -H -n, LimitNOFILE)")
 
 
 def _kernels() -> Finding:
     if LIBRARY.exists():
         return Finding("ok", "native CPU kernels are built")
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    mend = "install Pagoda again to build them" if found else "install g++, then Pagoda again; until then torch serves"
+    mend = (
+        "reinstall Pagoda to build them" if found else "install g++, then reinstall Pagoda; until then torch computes"
+    )
     return Finding("warn", "native CPU kernels are not built", mend)
 
 
@@ -153,9 +155,9 @@ def _gpus() -> Finding:
         )
     except subprocess.TimeoutExpired:
         return Finding("warn", f"the GPU driver did not answer within {GPU_TIMEOUT_S:g} s", advice)
-    last = (done.stderr.strip().splitlines() or ["torch could not be asked"])[-1]
+    last = (done.stderr.strip().splitlines() or ["torch could not be queried"])[-1]
     if done.returncode:
-        return Finding("warn", f"a GPU that torch does not use: {last.split('Error: ', 1)[-1]}", advice)
+        return Finding("warn", f"torch cannot use the GPU: {last.split('Error: ', 1)[-1]}", advice)
     return Finding("ok", f"GPUs: {'; '.join(done.stdout.splitlines())}")
 
 
@@ -165,8 +167,8 @@ def _port(port: int) -> Finding:
         return Finding("ok", f"port {port} is free")
     model = asyncio.run(_model_served_at(port))
     if model:
-        return Finding("ok", f"port {port} is held by a running Pagoda that serves {model}")
-    return Finding("FAIL", problem, "or give --port")
+        return Finding("ok", f"port {port} is used by a running Pagoda that serves {model}")
+    return Finding("FAIL", problem, "or check another port with --port")
 
 
 async def _model_served_at(port: int) -> str:
@@ -194,7 +196,7 @@ def _hub_cache() -> Finding:
 def _runtime_directory() -> Finding:
     try:
         with runtime_dir("") as path:
-            return Finding("ok", f"runtime directory {path.parent} works")
+            return Finding("ok", f"runtime directory {path.parent} is usable")
     except ConfigError as error:
         return Finding("FAIL", str(error), "set XDG_RUNTIME_DIR or give --data-dir")
 
@@ -212,8 +214,10 @@ def _contexts(given: Mapping[str, Any]) -> Iterator[Finding]:
         try:
             yield from (Finding("ok", f"model: {line}") for line in contexts_of(config))
         except UnsupportedConfig as error:
-            yield Finding("warn", f"model: {error}", "what a context takes is known once a worker has loaded it")
+            yield Finding(
+                "warn", f"model: {error}", "the memory of a context is known only once a worker has loaded the model"
+            )
     except ImportError as error:
-        yield Finding("warn", f"model: {error}", "only where workers run is it known what a context takes")
+        yield Finding("warn", f"model: {error}", "run this where workers are installed to see the memory of a context")
     except (ConfigError, ValueError) as error:
-        yield Finding("FAIL", f"model: {error}", "no worker would serve it so")
+        yield Finding("FAIL", f"model: {error}", "no worker would serve the model with these options")

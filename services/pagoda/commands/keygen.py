@@ -10,8 +10,10 @@ from pagoda.settings.problems import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", type=Path, help="gets one directory per role")
-    parser.add_argument("--valid-days", type=whole(1, 36500), default=825, help="of the certificates [%(default)s]")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="where to write one directory per role")
+    parser.add_argument(
+        "--valid-days", type=whole(1, 36500), default=825, help="validity of the certificates [%(default)s]"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -38,24 +38,24 @@ T = TypeVar("T")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    create = actions.add_parser("create", help="make a key, and print it once", allow_abbrev=False)
-    create.add_argument("name", metavar="NAME", help="whose it is, for lists")
-    roles = "client asks the model, monitor reads /metrics, admin does all and makes keys over HTTP [%(default)s]"
+    create = actions.add_parser("create", help="create a key and print it once", allow_abbrev=False)
+    create.add_argument("name", metavar="NAME", help="name to show in lists")
+    roles = "client uses the model, monitor reads /metrics, admin may do all and manages keys over HTTP [%(default)s]"
     known = [role.value for role in Role]
     create.add_argument("--role", choices=known, default=Role.CLIENT.value, metavar="ROLE", help=roles)
-    create.add_argument("--model", action="append", metavar="NAME", help="may be used, and no other; may be repeated")
+    create.add_argument("--model", action="append", metavar="NAME", help="allow only this model; may be repeated")
     create.add_argument(
-        "--valid-days", type=whole(1, 36500), metavar="N", help="after so many days the key is no longer good"
+        "--valid-days", type=whole(1, 36500), metavar="N", help="days until the key expires; default: never"
     )
-    share = "its share where --policy is fair: 2 is served twice as much as 1 while both wait [%(default)s]"
+    share = "share under --policy fair: 2 is served twice as much as 1 while both wait [%(default)s]"
     create.add_argument("--weight", type=whole(1, MAX_WEIGHT), default=1, metavar="N", help=share)
     for name in LIMITS:
-        flag, what = "--" + name.replace("_", "-"), "0 for any number; the gateway's own default when left out"
-        create.add_argument(flag, type=whole(0, MAX_LIMIT), metavar="N", help=f"of each gateway; {what}")
-    listing = actions.add_parser("list", help="print all keys, without what is secret", allow_abbrev=False)
+        flag, what = "--" + name.replace("_", "-"), "0: no limit; default: the gateway's own"
+        create.add_argument(flag, type=whole(0, MAX_LIMIT), metavar="N", help=f"limit at each gateway; {what}")
+    listing = actions.add_parser("list", help="print all keys without their secrets", allow_abbrev=False)
     listing.add_argument("--json", action="store_true", dest="as_json", help="as JSON")
-    revoke = actions.add_parser("revoke", help="take a key back", allow_abbrev=False)
-    revoke.add_argument("key_id", metavar="ID", help="as the list has it: key_..")
+    revoke = actions.add_parser("revoke", help="revoke a key", allow_abbrev=False)
+    revoke.add_argument("key_id", metavar="ID", help="id as shown by list: key_..")
     for each in (create, listing, revoke):
         add_named_options(each, "keys", sorted(ASKED_OF["keys"]))
 
@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _check_store(store: str, new: bool) -> None:
     """Raises ConfigError."""
     if store in ("", MEMORY):
-        raise ConfigError(["--store is needed, the one of the gateways (PAGODA_STORE or store in the settings file)"])
+        raise ConfigError(["--store is needed: the gateways' store (PAGODA_STORE or store in the settings file)"])
     path = Path(store.removeprefix(SQLITE)).expanduser()
     if not store.startswith(SQLITE) or path.exists():
         return
@@ -85,7 +85,7 @@ def _check_store(store: str, new: bool) -> None:
         raise ConfigError([f"store: there is no file {path}"])
     if not path.parent.is_dir():
         raise ConfigError([f"store: there is no directory {path.parent}"])
-    print(f"{path} is a new store: a gateway knows its keys if it is started with this --store", file=sys.stderr)
+    print(f"{path} is a new store: start gateways with this --store to use its keys", file=sys.stderr)
 
 
 async def _with_register(address: str, work: Callable[[KeyRegister], Awaitable[T]]) -> T:
@@ -114,14 +114,16 @@ async def _create(register: KeyRegister, arguments: argparse.Namespace) -> int:
         expires_at=None if days is None else int(time.time()) + days * DAY_S,
     )
     key, text = await register.create(asked)
-    print(f"{key.id} for {key.name!a}; what follows is shown once and kept nowhere:", file=sys.stderr)
+    print(f"{key.id} for {key.name!a}; the key is shown only once and not stored:", file=sys.stderr)
     print(text)
     return EXIT_OK
 
 
 async def _revoke(register: KeyRegister, arguments: argparse.Namespace) -> int:
     key = await register.revoke(arguments.key_id)
-    print(f"{key.id} of {key.name!a} is revoked; every gateway knows within {times.KEY_FRESH_S:g} s", file=sys.stderr)
+    print(
+        f"{key.id} of {key.name!a} is revoked; every gateway refuses it within {times.KEY_FRESH_S:g} s", file=sys.stderr
+    )
     return EXIT_OK
 
 

@@ -23,8 +23,8 @@ from pagoda_proto.keys import TLS_SERVER_NAME, KeyFileError, load_tls
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="http://.., unix:PATH, grpc://.., grpcs://.. or file:PATH")
-    parser.add_argument("--keys-dir", default="", help="keys for grpcs://")
-    parser.add_argument("--max-age-s", type=number(), default=10.0, help="of a file [%(default)s]")
+    parser.add_argument("--keys-dir", default="", help="directory of keys for grpcs://")
+    parser.add_argument("--max-age-s", type=number(), default=10.0, help="greatest age of a file [%(default)s]")
     parser.add_argument("--timeout-s", type=number(), default=3.0, help="[%(default)s]")
 
 
@@ -89,4 +89,4 @@ def _ping_grpc(target: str, keys_dir: str, timeout_s: float) -> str | None:
                 return f"{target}: {error.code().name}"
             state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
             return None if state == "SERVING" else f"{target}: {service or 'the server'} is {state}"
-    return f"{target}: knows no service"
+    return f"{target}: has no health service"

@@ -30,13 +30,13 @@ MAX_SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="what GET /v1/requests/{id}/transcript gave; - is standard input")
+    parser.add_argument("file", metavar="FILE", help="answer of GET /v1/requests/{id}/transcript; -: standard input")
     add_model_argument(parser)
     group = parser.add_argument_group("where")
     group.add_argument("--url", default="", help="a running server to ask, instead of loading a model here")
     group.add_argument("--api-key", default=own_key(), help="sent as bearer token [the first of $PAGODA_API_KEY]")
-    group.add_argument("--timeout-s", type=number(), default=600.0, help="for the server's answer [%(default)s]")
-    group.add_argument("--force", action="store_true", help="compare also where weights or numerics are others")
+    group.add_argument("--timeout-s", type=number(), default=600.0, help="limit for the server's answer [%(default)s]")
+    group.add_argument("--force", action="store_true", help="compare even if weights or numerics differ")
     add_options(parser, "offline")
     parser.usage = f"{parser.prog} FILE [MODEL] [options]"
 
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     kept = _read(arguments.file)
     given = given_flags(arguments, "offline")
     if arguments.url and given:
-        raise ConfigError([f"{name} means nothing with --url, where the server has its own" for name in given])
+        raise ConfigError([f"{name} has no effect with --url: the server uses its own" for name in given])
     now = _asked(arguments, kept) if arguments.url else _computed(given, kept, force=arguments.force)
     return _told(kept, now)
 
@@ -68,7 +68,7 @@ def _check_conditions(kept: Transcript, model_fingerprint: str, numerics_id: str
 
     others = other_conditions(kept, model_fingerprint, numerics_id)
     if others and not force:
-        raise ConfigError([*others, "tokens may be others here; --force compares them all the same"])
+        raise ConfigError([*others, "tokens may differ here: --force compares them anyway"])
     for other in others:
         print(other, file=sys.stderr)
 
@@ -124,7 +124,7 @@ def _asked(arguments: argparse.Namespace, kept: Transcript) -> Transcript:
     except (HttpError, ValueError) as error:
         raise problem_of(error, f"{arguments.url}: ") from error
     if [_asked_for(part) for part in now.parts] != [_asked_for(part) for part in kept.parts]:
-        raise ConfigError([f"{arguments.url}: it answers another request than it was asked"])
+        raise ConfigError([f"{arguments.url}: the server answered a different request"])
     first = now.parts[0]
     _check_conditions(kept, first.model_fingerprint, first.numerics_id, force=arguments.force)
     return now

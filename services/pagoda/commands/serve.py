@@ -67,7 +67,7 @@ def refuse_model_among_names(given: GatewayConfig) -> None:
     aliases = given.model_names[1:]
     taken = [name for name in aliases if not given.model or Path(name).exists()]
     if taken:
-        raise ConfigError([f"served_model_name: {taken[-1]!a} is taken for a name; MODEL goes before the flags"])
+        raise ConfigError([f"served_model_name: {taken[-1]!a} is read as a name: put MODEL before the flags"])
 
 
 def _counted(workers: list[WorkerConfig]) -> str:

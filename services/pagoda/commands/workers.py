@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="print the workers of every engine core", allow_abbrev=False)
     listing.add_argument("--json", action="store_true", dest="as_json", help="as JSON")
-    leaving = "ask a worker to leave after its step: its requests go on elsewhere, then its process ends"
+    leaving = "drain a worker: its requests continue elsewhere after its step, then its process exits"
     drain = actions.add_parser("drain", help=leaving, description=leaving, allow_abbrev=False)
-    drain.add_argument("worker_id", metavar="NAME", help="as the list has it")
+    drain.add_argument("worker_id", metavar="NAME", help="name as shown by list")
     what = "forget every cached prefix that no running request uses"
     forget = actions.add_parser("forget-prefixes", help=what, description=what, allow_abbrev=False)
     for each in (listing, drain, forget):
@@ -79,7 +79,7 @@ async def _drain(addresses: Sequence[EngineAddress], worker_id: str) -> int:
     answers = await _each(addresses, "ListWorkers", pb.ListWorkersRequest())
     holders = [row["engine"] for row in _rows(answers) if row["worker_id"] == worker_id and row["state"] in STAYS]
     if len(holders) > 1:
-        raise ConfigError([f"{worker_id!r} is at {' and at '.join(holders)}: say by --engine which one is meant"])
+        raise ConfigError([f"{worker_id!r} is at {' and at '.join(holders)}: choose one with --engine"])
     if holders:
         (holder,) = (address for address in addresses if address.text == holders[0])
         answers = await _each([holder], "DrainWorker", pb.DrainWorkerRequest(worker_id=worker_id))
@@ -88,7 +88,7 @@ async def _drain(addresses: Sequence[EngineAddress], worker_id: str) -> int:
             return EXIT_OK
     # All of them answered, or the one that had it says that it has left meanwhile.
     if all(error is None or error.code() is grpc.StatusCode.NOT_FOUND for *_, error in answers):
-        raise ConfigError([f"there is no worker {worker_id!r} that could leave"])
+        raise ConfigError([f"there is no worker {worker_id!r} to drain"])
     return _told(answers)
 
 
@@ -96,7 +96,7 @@ async def _forget(addresses: Sequence[EngineAddress]) -> int:
     answers = await _each(addresses, "ResetPrefixCache", pb.ResetPrefixCacheRequest())
     for answer in answers:
         if answer.error is None:
-            print(f"{answer.address}: {answer.message.blocks_dropped} blocks are forgotten", file=sys.stderr)
+            print(f"{answer.address}: {answer.message.blocks_dropped} blocks dropped", file=sys.stderr)
     return _told(answers)
 
 

@@ -19,7 +19,7 @@ def conversations(messages: Any) -> list[list[dict[str, Any]]]:
     try:
         given = _plain(messages)
     except RecursionError:
-        raise InvalidParams([Problem("messages", "are too deep, or contain themselves")]) from None
+        raise InvalidParams([Problem("messages", "are nested too deeply, or contain themselves")]) from None
     single = isinstance(given, list) and not any(isinstance(one, list) for one in given)
     several = [given] if single else given
     problems = list(_conversation_problems(several, single))
@@ -59,7 +59,7 @@ def _problems(message: Any, at: str) -> Iterator[Problem]:
         yield Problem(at, f"must be a message, got {type(message).__name__}")
         return
     if not isinstance(message.get("role"), str) or not message["role"]:
-        yield Problem(f"{at}.role", "must say who speaks")
+        yield Problem(f"{at}.role", "must be the name of a role")
     if "content" not in message and not message.get("tool_calls"):
         yield Problem(f"{at}.content", "is required")
     content = message.get("content")
@@ -81,4 +81,4 @@ def _call_problems(calls: Any, at: str) -> Iterator[Problem]:
         function = call.get("function") if isinstance(call, dict) else None
         told = function if isinstance(function, dict) else {}
         if not isinstance(told.get("name"), str) or not isinstance(told.get("arguments", ""), str | dict):
-            yield Problem(f"{at}[{i}].function", "must have a name, and arguments that are an object or its text")
+            yield Problem(f"{at}[{i}].function", "must have a name, and arguments as an object or as JSON text")

@@ -101,7 +101,7 @@ class LLM:
             sampling_params = [sampling_params] * len(given)
         several = sampling_params if isinstance(sampling_params, Sequence) else ()
         if len(several) != len(given) or not all(isinstance(one, SamplingParams) for one in several):
-            message = f"one SamplingParams for all prompts or one for each is needed; got {sampling_params!r:.64}"
+            message = f"must be one SamplingParams for all prompts or one for each, got {sampling_params!r:.64}"
             raise InvalidParams([Problem("sampling_params", f"{message} for {len(given)}")])
         if logits_processors is not None:
             sampling_params = _processed(sampling_params, logits_processors)
@@ -302,7 +302,7 @@ def _processed(
 ) -> list[SamplingParams]:
     given = [processors] * len(params) if callable(processors) else list(processors)
     if len(given) != len(params):
-        message = f"one for all prompts or one for each is needed; got {len(given)} for {len(params)}"
+        message = f"must be one for all prompts or one for each, got {len(given)} for {len(params)}"
         raise InvalidParams([Problem("logits_processors", message)])
     pairs = zip(params, given, strict=True)
     return [one if processor is None else with_processor(one, processor) for one, processor in pairs]

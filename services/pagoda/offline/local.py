@@ -74,7 +74,7 @@ class Local:
         """
         if isinstance(model, Local):
             if options:
-                raise TypeError(f"a model that is wired already takes no options, got {', '.join(options)}")
+                raise TypeError(f"a model that is already loaded takes no options, got {', '.join(options)}")
             return model
         settings = from_keywords(model=model, **_spelt(options))
         choose_libraries()
@@ -99,7 +99,7 @@ class Local:
     def check_process(self) -> None:
         """Raises PagodaError in a fork of the process that made it."""
         if os.getpid() != self._pid:
-            message = "this model was loaded by another process, of whose threads a fork has none"
+            message = "this model was loaded before a fork, and its threads do not exist in this process"
             raise PagodaError(ErrorCode.UNAVAILABLE, message)
 
     def default_params(self) -> SamplingParams:
@@ -116,7 +116,7 @@ class Local:
         name, path = (asked, "") if isinstance(asked, str) else (asked.lora_name, asked.lora_path)
         if not path and name not in self._adapters:
             known = ", ".join(map(repr, self._adapters)) or "none"
-            raise InvalidParams([Problem("lora_request", f"{name[:64]!a} is none of lora_modules, which has {known}")])
+            raise InvalidParams([Problem("lora_request", f"{name[:64]!a} is not in lora_modules, which has {known}")])
         try:
             return identify(Path(path).absolute(), self._most_bytes) if path else self._adapters[name]
         except AdapterError as error:
@@ -126,7 +126,7 @@ class Local:
         """Raises PagodaError if `lora_modules` has no adapter of this content."""
         found = next((each for each in self._adapters.values() if each.digest == digest), None)
         if found is None:
-            message = f"it was made with an adapter of digest {digest}, which none of lora_modules has"
+            message = f"it was made with an adapter of digest {digest}, which is not in lora_modules"
             raise PagodaError(ErrorCode.MODEL_NOT_FOUND, message, "lora_modules")
         return found
 
@@ -158,7 +158,7 @@ class Local:
             return prompt, self.text.encode(prompt)
         if isinstance(prompt, Mapping):
             if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
-                message = f"a prompt object has either prompt or prompt_token_ids, got {sorted(prompt)}"
+                message = f"a prompt object must have either prompt or prompt_token_ids, got {sorted(prompt)}"
                 raise InvalidParams([Problem("prompt", message)])
             (value,) = prompt.values()
             return self.read(value)

@@ -106,7 +106,7 @@ class Reads:
         params = PoolingParams(output=output) if params is None else params
         several = [params] * len(given) if isinstance(params, PoolingParams) else list(params)
         if len(several) != len(given):
-            message = f"one for all prompts or one for each is needed; got {len(several)} for {len(given)}"
+            message = f"must be one for all prompts or one for each, got {len(several)} for {len(given)}"
             raise InvalidParams([Problem("pooling_params", message)])
         done = self.run(self._opened(given, several, keep))
         return [one.shown(PoolingOutput(self._data(one, how))) for one, how in zip(done, several, strict=True)]

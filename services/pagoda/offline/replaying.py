@@ -41,13 +41,15 @@ class ReplayedRequest:
         self._begun = delta.tokens.begun or self._begun
         self._prompt_logprobs += delta.tokens.prompt_logprobs or ()
         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT) and not choice.text.finished:
-            self.error = PagodaError(delta.error_code or ErrorCode.CANCELLED, delta.error_message or "it was aborted")
+            self.error = PagodaError(
+                delta.error_code or ErrorCode.CANCELLED, delta.error_message or "the request was aborted"
+            )
         stopped = False
         if not choice.text.finished and self.error is None:
             self._outcomes.take(choice.read(delta))
             stopped = choice.text.finished and delta.finish_reason is None
         if self._outcomes.too_many:
-            self.error = PagodaError(ErrorCode.REQUEST_TOO_LARGE, "it is more than a transcript holds")
+            self.error = PagodaError(ErrorCode.REQUEST_TOO_LARGE, "the request is too large for a transcript")
         self.ended = delta.ends_request or self.error is not None
         return delta.choice if stopped else None
 

@@ -26,7 +26,7 @@ def inherited(fd: int) -> socket.socket:
     try:
         return socket.socket(fileno=fd)
     except OSError as error:
-        raise ConfigError([f"listen_fd: {fd} is no socket: {error.strerror}"]) from error
+        raise ConfigError([f"listen_fd: {fd} is not a socket: {error.strerror}"]) from error
 
 
 def address_problem(host: str, port: int) -> str:
@@ -43,7 +43,7 @@ def _problem(error: Exception, host: str, port: int) -> str:
     if isinstance(error, UnicodeError | socket.gaierror):
         return f"host {host!r} is unknown: {what}"
     if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
-        return f"host {host!r} is no address of this machine"
+        return f"host {host!r} is not an address of this machine"
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return f"port {port} of host {host!r} is in use; stop what uses it or take another"
-    return f"port {port} of host {host!r} cannot be had: {what}"
+        return f"port {port} of host {host!r} is in use; stop the process that uses it or choose another port"
+    return f"port {port} of host {host!r} cannot be used: {what}"

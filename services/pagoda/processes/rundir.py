@@ -37,7 +37,7 @@ def runtime_dir(data_dir: str) -> Iterator[Path]:
         _sweep(base)
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     except OSError as error:
-        raise ConfigError([f"data_dir: no runtime directory can be made in {base}: {error}"]) from error
+        raise ConfigError([f"data_dir: cannot create a runtime directory in {base}: {error}"]) from error
     lock = os.open(path / "lock.new", os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     """Add one flag per option of the command; flags that are not given do not appear in the namespace."""
     options = command_options(command)
     parser.usage = f"{parser.prog} [MODEL] [options]" if "workers" in options else f"{parser.prog} [options]"
-    first = parser.add_argument_group("what most people need")
+    first = parser.add_argument_group("common options")
     for name in FIRST:
         if name in options:
             _add_option(first, options[name], hidden=False)
@@ -51,7 +51,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         nargs="?",
         default=None,
-        help="directory of a checkpoint or hub id (org/name); the bundled demo model when left out",
+        help="checkpoint directory or hub id (org/name); default: the bundled demo model",
     )
 
 

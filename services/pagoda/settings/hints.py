@@ -10,17 +10,17 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-_ONE_DEVICE = "a model runs on one device here; workers starts several whole copies of it"
-_NO_COOKIES = "pages of --allowed-origins may use every method and header; there are no cookies to allow"
-_ADAPTERS = "lora_modules or lora_dir says which adapters there are"
-_TLS = "TLS for clients is a proxy's work; between tiers see `pagoda keygen`"
-_TOKENIZER = "the tokenizer is the one in the model's directory"
-_AUTOMATIC = "it is always so here"
-_FORMS = "forms are kept by llguidance"
-_MODEL_SAYS = "the model's config.json says it"
-_DEFAULTS = "what a request leaves open is as the model's generation_config.json has it"
-_TEXT_ALONE = "models read text alone here"
-_BLOCKS_MOVE = "blocks move between a worker and its host's memory alone, see swap_space_gib"
+_ONE_DEVICE = "a model runs on one device; workers starts several whole copies of it"
+_NO_COOKIES = "pages of --allowed-origins may use every method and header, and cookies are not used"
+_ADAPTERS = "set lora_modules or lora_dir instead"
+_TLS = "use a proxy for TLS to clients, and `pagoda keygen` for keys between tiers"
+_TOKENIZER = "the tokenizer in the model's directory is used"
+_AUTOMATIC = "this is always on"
+_FORMS = "structured outputs always use llguidance"
+_MODEL_SAYS = "this is read from the model's config.json"
+_DEFAULTS = "defaults of requests come from the model's generation_config.json"
+_TEXT_ALONE = "only text input is supported"
+_BLOCKS_MOVE = "blocks move only between a worker and its host's memory, see swap_space_gib"
 NO = "no_"
 LIKENESS = 0.72
 """Least similarity of a name and the one that was probably meant, see `difflib`."""
@@ -61,10 +61,10 @@ ABSENT: Mapping[str, str] = {
     "pipeline_parallel_size": _ONE_DEVICE, "enable_expert_parallel": _ONE_DEVICE, "tensor_split": _ONE_DEVICE,
     "tokenizer": _TOKENIZER, "tokenizer_path": _TOKENIZER, "tokenizer_mode": _TOKENIZER,
     "trust_remote_code": "code that comes with a checkpoint is never run",
-    "load_format": "is seen from the files: safetensors or GGUF",
+    "load_format": "the format is detected from the files: safetensors or GGUF",
     "download_dir": "set HF_HOME to say where models are kept",
     "hf_token": "set HF_TOKEN in the environment",
-    "seed": "a request has its own seed, drawn for it if it brings none",
+    "seed": "each request has its own seed, drawn at random if it sets none",
     "ssl_keyfile": _TLS, "ssl_certfile": _TLS, "ssl_ca_certs": _TLS,
     "generation_config": _DEFAULTS, "override_generation_config": _DEFAULTS,
     "hf_overrides": _MODEL_SAYS, "rope_scaling": _MODEL_SAYS, "rope_theta": _MODEL_SAYS,
@@ -72,26 +72,26 @@ ABSENT: Mapping[str, str] = {
     "limit_mm_per_prompt": _TEXT_ALONE, "mm_processor_kwargs": _TEXT_ALONE,
     "kv_transfer_config": _BLOCKS_MOVE, "kv_offloading_size": _BLOCKS_MOVE,
     "guided_decoding_backend": _FORMS, "structured_outputs_config": _FORMS,
-    "logprobs_mode": "probabilities are the model's, before temperature and bounds",
-    "compilation_config": "nothing is compiled at start; enforce_eager has steps on a GPU not recorded",
-    "max_seq_len_to_capture": "what is recorded on a GPU does not depend on lengths",
-    "disable_log_stats": "there are none in the log; /metrics has them",
-    "otlp_traces_endpoint": "there are no traces; the log and /metrics say what a request waited for",
-    "enable_sleep_mode": "workers do not sleep; they are ended and started",
-    "middleware": "no code is loaded from outside",
-    "uds": "a gateway listens at host and port",
-    "root_path": "a proxy in front may take a part of the path away",
-    "calculate_kv_scales": "kv_cache_dtype int8 takes its scales from each key and value",
-    "skip_tokenizer_init": "the tokenizer is always read; a prompt may be token ids",
-    "max_log_len": "no text of requests is ever logged",
-    "enable_force_include_usage": "a stream tells it to who asks, by stream_options.include_usage",
-    "default_chat_template_kwargs": "a request brings its own, as chat_template_kwargs",
-    "enable_lora": _ADAPTERS, "max_cpu_loras": "adapters are kept where they are used, max_loras of them",
+    "logprobs_mode": "logprobs are the model's own, before temperature and truncation",
+    "compilation_config": "nothing is compiled at startup; enforce_eager turns off recorded GPU graphs",
+    "max_seq_len_to_capture": "recorded GPU graphs do not depend on sequence length",
+    "disable_log_stats": "the log has no statistics, /metrics has them",
+    "otlp_traces_endpoint": "there are no traces; the log and /metrics show what a request waited for",
+    "enable_sleep_mode": "workers do not sleep; stop and start them instead",
+    "middleware": "external code is not loaded",
+    "uds": "a gateway listens only on host and port",
+    "root_path": "let a proxy in front strip the prefix",
+    "calculate_kv_scales": "kv_cache_dtype int8 computes its scales for each key and value",
+    "skip_tokenizer_init": "the tokenizer is always loaded; a prompt may still be token ids",
+    "max_log_len": "the text of requests is never logged",
+    "enable_force_include_usage": "clients ask for usage with stream_options.include_usage",
+    "default_chat_template_kwargs": "set chat_template_kwargs in each request",
+    "enable_lora": _ADAPTERS, "max_cpu_loras": "adapters are kept only on the device, max_loras of them",
     "cpu_offload_gb": "weights are not offloaded",
     "enable_chunked_prefill": _AUTOMATIC, "enable_auto_tool_choice": _AUTOMATIC, "jinja": _AUTOMATIC,
     "continuous_batching": _AUTOMATIC, "enable_prompt_tokens_details": _AUTOMATIC,
-    "enable_deterministic_inference": "on a CPU it is always so, on a GPU not yet",
-    "api_server_count": "`serve` starts one gateway, and `pagoda gateway` further ones",
+    "enable_deterministic_inference": "this is always on with a CPU, and not yet available on a GPU",
+    "api_server_count": "`pagoda serve` starts one gateway, `pagoda gateway` starts further ones",
     "allow_credentials": _NO_COOKIES, "allowed_methods": _NO_COOKIES, "allowed_headers": _NO_COOKIES,
 }  # fmt: skip
 

@@ -40,13 +40,13 @@ def own_key() -> str:
 
 def add_target_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--base-url", default="http://127.0.0.1:8000", help="[%(default)s]")
-    group.add_argument("--model", default="", help="the server's first model when left out")
+    group.add_argument("--model", default="", help="default: the server's first model")
     group.add_argument("--api-key", default=own_key(), help="sent as bearer token [the first of $PAGODA_API_KEY]")
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser.add_argument_group("server"))
-    parser.add_argument("--max-tokens", type=whole(1), help="most tokens of an answer")
+    parser.add_argument("--max-tokens", type=whole(1), help="maximum output tokens")
     parser.add_argument("--temperature", type=number(), help="0 is greedy")
     parser.add_argument("--seed", type=seed(), help="the same seed gives the same answer")
 

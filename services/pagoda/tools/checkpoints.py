@@ -37,7 +37,7 @@ def locate(model: str, revision: str = "", *, weights: bool = True) -> Path:
     """
     path = Path(model).expanduser()
     if revision and (not model or path.exists()):
-        raise ConfigError([f"revision: {model or DEMO_NAME} is no model of the hub, so it has none"])
+        raise ConfigError([f"revision: {model or DEMO_NAME} is not a hub model, so it has no revisions"])
     if not model:
         return Path(str(importlib.resources.files("pagoda"))) / "demo_model"
     if path.is_dir():
@@ -45,9 +45,9 @@ def locate(model: str, revision: str = "", *, weights: bool = True) -> Path:
     if path.is_file() and is_gguf(path):
         return path.resolve()
     if path.exists():
-        raise ConfigError([f"model {model}: is a file, and no GGUF file; name that, or the directory of a checkpoint"])
+        raise ConfigError([f"model {model}: is a file but not a GGUF file; give a GGUF file or a checkpoint directory"])
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        raise ConfigError([f"model {model}: no such directory, and it is not of the form of a hub id (org/name)"])
+        raise ConfigError([f"model {model}: no such directory, and not a hub id (org/name)"])
     return _in_directory(model, _download(model, revision, TEXT_FILES + (WEIGHT_FILES if weights else ())), hub=True)
 
 
@@ -60,7 +60,11 @@ def _in_directory(model: str, path: Path, hub: bool = False) -> Path:
         named = ", ".join(one.name for one in found[:8])
         raise ConfigError([f"model {model}: {len(found)} GGUF models are in the directory ({named}); name one of them"])
     if not (path / "config.json").is_file():
-        advice = "download a GGUF file of the hub, and name its path" if hub else "so it is not a checkpoint"
+        advice = (
+            "to use a GGUF file of the hub, download it and give its path"
+            if hub
+            else "give the directory of a checkpoint"
+        )
         raise ConfigError([f"model {model}: there is no config.json; {advice}"])
     return path
 
@@ -71,7 +75,7 @@ def _download(model: str, revision: str, patterns: tuple[str, ...]) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ConfigError(
-            [f"model {model}: is no directory, and the package huggingface-hub is not installed"]
+            [f"model {model}: is not a directory, and the package huggingface-hub is not installed"]
         ) from None
     try:
         return Path(snapshot_download(model, revision=revision or None, allow_patterns=list(patterns)))
@@ -80,11 +84,11 @@ def _download(model: str, revision: str, patterns: tuple[str, ...]) -> Path:
     except hub.RevisionNotFoundError:
         cause = f"has no revision {revision!r}"
     except hub.RepositoryNotFoundError:
-        cause = "is neither a directory here nor a repository on the hub (a private one needs HF_TOKEN)"
+        cause = "is neither a local directory nor a repository on the hub (a private one needs HF_TOKEN)"
     except (hub.OfflineModeIsEnabled, hub.LocalEntryNotFoundError, hub.HfHubHTTPError, OSError) as error:
         cause = (
-            f"is no directory here, and the hub cannot be reached ({_first_line(error)}). Give a local directory, or "
-            "check the network and HF_ENDPOINT; with HF_HUB_OFFLINE=1 the model must already be in HF_HOME"
+            f"is not a local directory, and the hub cannot be reached ({_first_line(error)}). Give a local directory "
+            "or check the network and HF_ENDPOINT; with HF_HUB_OFFLINE=1 the model must already be in HF_HOME"
         )
     raise ConfigError([f"model {model}: {cause}"])
 

@@ -31,7 +31,7 @@ def test_what_nobody_left_as_a_sign_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text("{}")
     for other in (path, tmp_path):
-        with pytest.raises(ValueError, match=r"^alive_file: .* is no empty file"):
+        with pytest.raises(ValueError, match=r"^alive_file: .* exists and is not an empty file"):
             SignFile("alive_file", str(other))
     assert path.read_text() == "{}"
 

@@ -28,7 +28,7 @@ def test_a_gguf_file_stands_for_those_it_was_made_of(tmp_path: Path) -> None:
     assert "eos_token" in json.loads(files.read("tokenizer_config.json", 100_000) or "")
     assert "eos_token_id" in json.loads(files.read("generation_config.json", 10_000) or "")
     assert files.read("modules.json", 10_000) is None
-    with pytest.raises(FileTooLarge, match=r"m\.gguf: tokenizer\.json of it is larger than 10 bytes"):
+    with pytest.raises(FileTooLarge, match=r"m\.gguf: its tokenizer\.json is larger than 10 bytes"):
         files.read("tokenizer.json", 10)
 
 

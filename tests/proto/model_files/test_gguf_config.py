@@ -118,12 +118,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"llama.logit_scale": 2.0}, "not supported: llama.logit_scale"),
     ({"llama.attention.value_length": 32}, "values and keys of different sizes"),
     ({"llama.attention.head_count_kv": [2, 4]}, "'llama.attention.head_count_kv' differs by layer"),
-    ({"llama.attention.causal": False}, "both directions"),
+    ({"llama.attention.causal": False}, "bidirectional attention"),
     ({"llama.pooling_type": 1}, "'llama.pooling_type' is 1"),
     ({"llama.rope.scaling.type": "other"}, "'other' is not one of none, linear, yarn, longrope"),
     ({"llama.rope.scaling.type": "longrope"}, "'longrope' needs 'rope_factors_long.weight'"),
     ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0}, "attn_factor' with rope scaling"),
-    ({"llama.rope.scale_linear": 2.0}, "older kind of file"),
+    ({"llama.rope.scale_linear": 2.0}, "older format"),
 ]
 
 
@@ -137,7 +137,7 @@ def test_a_granite_that_does_not_turn_is_refused(tmp_path: Path) -> None:
     said = {name.replace("llama.", "granite."): value for name, value in demo_pairs().items()}
     said |= {"general.architecture": "granite", "granite.rope.scaling.finetuned": False}
     tensors = {"token_embd.weight": Stored(bytes(1024), (512, 1), "F16")}
-    with pytest.raises(BadGguf, match="says that nothing turns"):
+    with pytest.raises(BadGguf, match="turns RoPE off"):
         config_of(read_gguf(GgufFile(said, tensors).write(tmp_path / "m.gguf")))
 
 

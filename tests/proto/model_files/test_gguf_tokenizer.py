@@ -280,8 +280,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer.ggml.pre": None}, "'tokenizer.ggml.pre' is missing"),
     ({"tokenizer.ggml.merges": None}, "'tokenizer.ggml.merges' is missing"),
     ({"tokenizer.ggml.token_type": [1]}, "has 1 types for 512 tokens"),
-    ({"tokenizer.ggml.tokens": ["a"] * 512}, "511 tokens are there twice"),
-    ({"tokenizer.ggml.tokens": None}, "'tokenizer.ggml.tokens' must be there"),
+    ({"tokenizer.ggml.tokens": ["a"] * 512}, "511 tokens occur twice"),
+    ({"tokenizer.ggml.tokens": None}, "'tokenizer.ggml.tokens' must have 1 to"),
     ({"tokenizer.ggml.model": "llama"}, "must have a score for each of 512 tokens"),
 ]
 

@@ -77,9 +77,9 @@ def test_only_the_ceilings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ("words", "problem"),
     [
         (["--shape", "b7"], "shape must be one of"),
-        (["--formats", "bf16,int3"], "not int3"),
-        (["--instruction-set", "sse"], "not at 'sse'"),
-        (["--instruction-set", "base,avx2", "--plot", "roof.png"], "draws one instruction set, not base, avx2"),
+        (["--formats", "bf16,int3"], "got int3"),
+        (["--instruction-set", "sse"], "not 'sse'"),
+        (["--instruction-set", "base,avx2", "--plot", "roof.png"], "needs a single instruction set, got base, avx2"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

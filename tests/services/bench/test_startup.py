@@ -61,7 +61,7 @@ def test_files_are_read_from_end_to_end_also_from_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("program", "problem"),
-    [("print('no weights here')", "ended before it was ready:\nno weights here"), ("input()", "ended before")],
+    [("print('no weights here')", "exited before it was ready:\nno weights here"), ("input()", "exited before")],
 )
 def test_a_server_that_ends_is_told_with_its_last_words(program: str, problem: str) -> None:
     with (

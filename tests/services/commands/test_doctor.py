@@ -37,8 +37,13 @@ def test_without_a_gpu_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None
             "ok",
             "GPUs: cuda:0 A, 80 GiB, 9.0; c",
         ),
-        ("raise ValueError('torch 9 is built without CUDA')", 60.0, "warn", "does not use: torch 9 is built without"),
-        ("import os; os._exit(3)", 60.0, "warn", "torch could not be asked"),
+        (
+            "raise ValueError('torch 9 is built without CUDA')",
+            60.0,
+            "warn",
+            "cannot use the GPU: torch 9 is built without",
+        ),
+        ("import os; os._exit(3)", 60.0, "warn", "torch could not be queried"),
         ("import time; time.sleep(100)", 0.5, "warn", "did not answer within 0.5 s"),
     ],
 )
@@ -57,14 +62,14 @@ def test_torch_is_asked_in_a_process_of_its_own(
 def test_torch_itself_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "has_nvidia_device", lambda: True)
     finding = doctor._gpus()
-    assert finding.what.startswith("GPUs: cuda:0 " if finding.state == "ok" else "a GPU that torch does not use: ")
-    assert "could not be asked" not in finding.what
+    assert finding.what.startswith("GPUs: cuda:0 " if finding.state == "ok" else "torch cannot use the GPU: ")
+    assert "could not be queried" not in finding.what
 
 
 @pytest.mark.parametrize(
     ("owner", "state", "text"),
     [
-        ("pagoda", "ok", "is held by a running Pagoda that serves served"),
+        ("pagoda", "ok", "is used by a running Pagoda that serves served"),
         ("other", "FAIL", "is in use"),
         ("", "FAIL", "is in use"),
     ],

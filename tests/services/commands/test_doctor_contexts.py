@@ -1,4 +1,4 @@
-"""What `pagoda doctor MODEL` says that a context takes, without the model's weights."""
+"""How much memory a context takes according to `pagoda doctor MODEL`, without the model's weights."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_windows_and_what_is_beyond_them_are_told_apart(tmp_path: Path) -> None:
     share = (whole + local) / (6 * whole)
     assert [(one.state, one.what) for one in found(directory(tmp_path))] == [
         ("ok", f"model: a context of 32768 tokens takes {(whole + local) / 2**20:.1f} MiB, "
-               f"{share:.0%} of what it would if all layers kept all"),
+               f"{share:.0%} of what it would take if every layer kept all tokens"),
         ("ok", f"model: 1 layers keep all tokens: {whole / 2**20:.1f} MiB, {LINE / 2**10:.1f} KiB each"),
-        ("ok", f"model: 5 layers keep the last 512 tokens, however long: {local / 2**20:.1f} MiB"),
+        ("ok", f"model: 5 layers keep the last 512 tokens of any context: {local / 2**20:.1f} MiB"),
     ]  # fmt: skip
 
 
@@ -64,13 +64,13 @@ def test_options_are_those_of_serve(tmp_path: Path, given: dict[str, Any], token
 @pytest.mark.parametrize(
     ("name", "kernels", "said"),
     [
-        ("llama4", "torch", "of what it would if all layers kept all"),
+        ("llama4", "torch", "of what it would take if every layer kept all"),
         ("deepseek_v3", "torch", f"takes {1024 * LATENTS / 2**20:.1f} MiB"),
         ("deepseek_v3", "native", f"takes {1024 * LATENTS / 2**20:.1f} MiB"),
     ],
 )
 def test_it_is_what_a_worker_says_at_its_start(tmp_path: Path, name: str, kernels: str, said: str) -> None:
-    """Of a model that is there, whose layers differ or have latents: the same numbers from its file as from it."""
+    """For a model whose layers differ or have latents: its files give the same numbers as the loaded model."""
     from tests.worker.models.checkpoints import NATIVE, make_model, save
 
     from pagoda_worker.loading.model import load_model
@@ -90,7 +90,7 @@ def test_it_is_what_a_worker_says_at_its_start(tmp_path: Path, name: str, kernel
     [
         ({"architectures": ["UnheardForCausalLM"]}, {}, "warn", "no native implementation"),
         ({"hidden_size": -1}, {}, "FAIL", "'hidden_size' must be from 1"),
-        ({}, {"max_model_len": 40000}, "FAIL", "max_model_len=40000 is beyond"),
+        ({}, {"max_model_len": 40000}, "FAIL", "max_model_len=40000 exceeds"),
         ({}, {"block_size": 17}, "FAIL", "block_size must be a multiple of 16"),
     ],
 )
@@ -111,5 +111,5 @@ def test_options_of_a_model_without_one_are_refused_by_name(capsys: pytest.Captu
     assert main(["doctor", "--dtype", "float32", "--max-model-len=17"]) == EXIT_CONFIG
     said = capsys.readouterr()
     assert not said.out
-    assert "--dtype is said of a MODEL" in said.err
-    assert "--max-model-len is said of a MODEL" in said.err
+    assert "--dtype needs a MODEL" in said.err
+    assert "--max-model-len needs a MODEL" in said.err

@@ -72,7 +72,7 @@ def test_keys_are_listed_oldest_first_and_revoked_by_id(capsys: pytest.CaptureFi
     first, second = listed(capsys)
     assert [first["name"], second["name"], first["expires_at"] is None] == ["one", "two", False]
     assert keys("revoke", str(first["id"])) == EXIT_OK
-    assert "every gateway knows within" in capsys.readouterr().err
+    assert "every gateway refuses it within" in capsys.readouterr().err
     assert [row["state"] for row in listed(capsys)] == ["revoked", "active"]
 
 

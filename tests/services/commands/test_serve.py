@@ -56,7 +56,7 @@ def test_the_tiers_are_wired_to_each_other() -> None:
 @pytest.mark.parametrize(("model", "names"), [("", "m,org/name"), ("/models/some", f"m,{Path(__file__).parent}")])
 def test_a_model_behind_the_names_is_no_name(model: str, names: str) -> None:
     """As with `--served-model-name m MODEL`, where MODEL is taken for a name."""
-    with pytest.raises(ConfigError, match="is taken for a name; MODEL goes before the flags"):
+    with pytest.raises(ConfigError, match="is read as a name: put MODEL before the flags"):
         refuse_model_among_names(GatewayConfig(engine="unix:/e", model=model, served_model_name=names))
 
 

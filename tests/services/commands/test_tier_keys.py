@@ -48,8 +48,8 @@ def test_a_certificate_of_another_time_is_one_line_and_exit_code_2(role: str, tm
     generate(tmp_path / "old", 1, now=now - timedelta(days=2))
     generate(tmp_path / "new", 1, now=now + timedelta(days=2))
     ended = now - timedelta(days=1)
-    assert f"{role}/tls.crt: its certificate ended on {ended:%Y-%m-%d %H:%M} UTC" in refused(role, tmp_path / "old")
-    assert f"{role}/tls.crt: its certificate holds only from" in refused(role, tmp_path / "new")
+    assert f"{role}/tls.crt: its certificate expired on {ended:%Y-%m-%d %H:%M} UTC" in refused(role, tmp_path / "old")
+    assert f"{role}/tls.crt: its certificate is not valid before" in refused(role, tmp_path / "new")
 
 
 PAGES = {
@@ -76,7 +76,7 @@ def test_an_end_that_is_near_is_told_at_start_and_in_a_metric(role: str, tmp_pat
                     page = match[1] + path
                 if " WARNING " in line and "tls.crt" in line:
                     warning = line
-            assert f"{role}/tls.crt: its certificate ends on {end:%Y-%m-%d %H:%M} UTC" in warning
+            assert f"{role}/tls.crt: its certificate expires on {end:%Y-%m-%d %H:%M} UTC" in warning
             with urllib.request.urlopen(page, timeout=60) as answer:
                 lines = answer.read().decode().splitlines()
             (value,) = (line.split()[1] for line in lines if line.startswith(f"{metric} "))

@@ -97,10 +97,10 @@ def test_a_worker_is_asked_to_leave_where_it_is(cores: list[Core], capsys: pytes
     ("name", "says"),
     [
         ("both", "'both' is at unix:"),
-        ("lost", "there is no worker 'lost' that could leave"),
-        ("worker-1", "there is no worker 'worker-1' that could leave"),
-        ("quick", "there is no worker 'quick' that could leave"),
-        ("nobody", "there is no worker 'nobody' that could leave"),
+        ("lost", "there is no worker 'lost' to drain"),
+        ("worker-1", "there is no worker 'worker-1' to drain"),
+        ("quick", "there is no worker 'quick' to drain"),
+        ("nobody", "there is no worker 'nobody' to drain"),
     ],
 )
 def test_nobody_leaves_who_was_not_meant(
@@ -114,7 +114,7 @@ def test_nobody_leaves_who_was_not_meant(
 def test_prefixes_are_forgotten_everywhere(cores: list[Core], capsys: pytest.CaptureFixture[str]) -> None:
     assert workers("forget-prefixes") == EXIT_OK
     told = capsys.readouterr().err
-    assert [f"{core.address}: 5 blocks are forgotten" in told for core in cores] == [True, True]
+    assert [f"{core.address}: 5 blocks dropped" in told for core in cores] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_an_adapter_may_be_asked_for_by_its_path_where_paths_are_open(
     with pytest.raises(GenerationFailed, match="outside"):
         llm.generate(PROMPTS[0], greedy, lora_request=LoRARequest("any", 1, str(elsewhere)))
     for asked, why in (
-        ("three", "none of lora_modules"),
+        ("three", "not in lora_modules"),
         (LoRARequest("any", 1, str(tmp_path)), "adapter_config.json"),
     ):
         with pytest.raises(PagodaError, match=why):

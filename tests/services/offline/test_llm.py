@@ -97,7 +97,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=count, seed=count, ignore_eos=True) for count in (1, 2, 3)]
     outputs = llm.generate([[1, 2]] * 3, params)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3]
-    with pytest.raises(PagodaError, match=r"one for each is needed; got \[SamplingParams.* for 2"):
+    with pytest.raises(PagodaError, match=r"one for each, got \[SamplingParams.* for 2"):
         llm.generate([[1], [2]], params)
 
 
@@ -227,7 +227,7 @@ def test_chat_refuses_options_that_the_template_does_not_read(text: ModelText) -
 
 def test_what_is_no_sampling_params_is_refused(llm: LLM) -> None:
     for given in ({"max_tokens": 2}, [{"max_tokens": 2}], 5):
-        with pytest.raises(PagodaError, match=r"one SamplingParams for all prompts .*; got [\[{5].* for 1"):
+        with pytest.raises(PagodaError, match=r"one SamplingParams for all prompts .*, got [\[{5].* for 1"):
             llm.generate([[1, 2]], given)  # type: ignore[arg-type]
     with pytest.raises(PagodaError, match="must be one LoRARequest or name, for all prompts, got list"):
         llm.generate([[1, 2]], GREEDY, lora_request=["a"])  # type: ignore[arg-type]
@@ -240,7 +240,7 @@ def test_a_fork_says_that_it_cannot(llm: LLM) -> None:
         try:
             llm.generate([[1, 2]], GREEDY)
         except PagodaError as error:
-            os._exit(3 if "another process" in error.message else 4)
+            os._exit(3 if "loaded before a fork" in error.message else 4)
         os._exit(5)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
 

@@ -28,7 +28,7 @@ def test_an_unknown_host_is_named(host: str) -> None:
 
 
 def test_a_host_elsewhere_is_named() -> None:
-    assert address_problem("192.0.2.1", 0) == "host '192.0.2.1' is no address of this machine"
+    assert address_problem("192.0.2.1", 0) == "host '192.0.2.1' is not an address of this machine"
 
 
 @pytest.mark.parametrize("command", [["serve"], ["gateway", "--engine", "unix:/e"]])
@@ -47,5 +47,5 @@ def test_what_is_no_socket_cannot_be_listened_on() -> None:
     done = pagoda("gateway", "--engine", "unix:/e", "--listen-fd", "0")
     assert (done.returncode, done.stderr) == (
         2,
-        "pagoda: error: listen_fd: 0 is no socket: Socket operation on non-socket\n",
+        "pagoda: error: listen_fd: 0 is not a socket: Socket operation on non-socket\n",
     )

@@ -56,7 +56,7 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="no runtime directory"), runtime_dir(str(tmp_path / "file")):
+    with pytest.raises(ConfigError, match="cannot create a runtime directory"), runtime_dir(str(tmp_path / "file")):
         pass
 
 

@@ -41,7 +41,7 @@ def test_what_is_no_model_of_the_hub_has_no_revision(
 ) -> None:
     monkeypatch.chdir(checkpoint(tmp_path / "mine"))
     locate(model)
-    with pytest.raises(ConfigError, match=r"revision: .* is no model of the hub"):
+    with pytest.raises(ConfigError, match=r"revision: .* is not a hub model"):
         locate(model, "main")
 
 
@@ -54,8 +54,8 @@ def test_a_hub_id_keeps_its_name() -> None:
     [
         ("/no/such/model", "no such directory"),
         ("./model", "no such directory"),
-        ("a/b/c", "not of the form of a hub id"),
-        ("org/no model", "not of the form of a hub id"),
+        ("a/b/c", "not a hub id"),
+        ("org/no model", "not a hub id"),
         ("org/model", "HF_HUB_OFFLINE"),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         locate(str(tmp_path))
     (tmp_path / "model.bin").touch()
-    with pytest.raises(ConfigError, match="is a file, and no GGUF file"):
+    with pytest.raises(ConfigError, match="is a file but not a GGUF file"):
         locate(str(tmp_path / "model.bin"))
 
 

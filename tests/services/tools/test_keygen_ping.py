@@ -46,7 +46,7 @@ def test_a_bad_curve_key_is_named(tmp_path: Path, name: str, content: bytes | No
     generate(tmp_path)
     file = tmp_path / "worker" / name
     file.unlink() if content is None else file.write_bytes(content)
-    with pytest.raises(KeyFileError, match=message if content or name.startswith("curve") else "holds no") as error:
+    with pytest.raises(KeyFileError, match=message if content or name.startswith("curve") else "has no") as error:
         load_curve(str(tmp_path / "worker"), "engine-core.public")
     assert name in str(error.value)
 
@@ -55,7 +55,7 @@ def test_a_secret_of_another_public_key_is_told(tmp_path: Path) -> None:
     generate(tmp_path / "ours")
     generate(tmp_path / "theirs")
     (tmp_path / "theirs" / "worker" / "curve.secret").replace(tmp_path / "ours" / "worker" / "curve.secret")
-    with pytest.raises(KeyFileError, match=r"worker/curve\.public and .*worker/curve\.secret are no pair"):
+    with pytest.raises(KeyFileError, match=r"worker/curve\.public and .*worker/curve\.secret are not a pair"):
         load_curve(str(tmp_path / "ours" / "worker"), "engine-core.public")
 
 
@@ -79,9 +79,9 @@ def test_a_key_of_another_certificate_is_told(tmp_path: Path) -> None:
     generate(tmp_path / "ours")
     generate(tmp_path / "theirs")
     (tmp_path / "theirs" / "gateway" / "tls.key").replace(tmp_path / "ours" / "gateway" / "tls.key")
-    with pytest.raises(KeyFileError, match=r"tls\.crt and .*tls\.key are no pair"):
+    with pytest.raises(KeyFileError, match=r"tls\.crt and .*tls\.key are not a usable pair"):
         load_tls(str(tmp_path / "ours" / "gateway"))
-    assert "are no pair" in (ping("grpcs://127.0.0.1:1", keys_dir=str(tmp_path / "ours" / "gateway")) or "")
+    assert "are not a usable pair" in (ping("grpcs://127.0.0.1:1", keys_dir=str(tmp_path / "ours" / "gateway")) or "")
     assert "cannot read" in (ping("grpcs://127.0.0.1:1") or "")
 
 
