@@ -108,16 +108,16 @@ async def test_a_client_that_leaves_ends_the_search(tmp_path: Path) -> None:
     [
         ({"n": 17}, "n: must be between 1 and 16"),
         ({"n": 16, "stop_token_ids": [7, 8, 9, 10, 11]}, "at most 20 together"),
-        ({"stream": True}, "stream does not go"),
-        ({"stop": "x"}, "stop: does not go"),
-        ({"temperature": 0.5}, "temperature: does not go"),
-        ({"top_p": 0.5}, "top_p: does not go"),
-        ({"guided_regex": "a"}, "guided_regex: does not go"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs: does not go"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs: does not go"),
-        ({"logprobs": 0}, "logprobs does not go"),
-        ({"presence_penalty": 1.0}, "presence_penalty: does not go"),
-        ({"best_of": 4}, "best_of does not go"),
+        ({"stream": True}, "stream cannot be combined"),
+        ({"stop": "x"}, "stop: cannot be combined"),
+        ({"temperature": 0.5}, "temperature: must be 0 or 1"),
+        ({"top_p": 0.5}, "top_p: cannot be combined"),
+        ({"guided_regex": "a"}, "guided_regex: cannot be combined"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs: cannot be combined"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs: cannot be combined"),
+        ({"logprobs": 0}, "logprobs cannot be combined"),
+        ({"presence_penalty": 1.0}, "presence_penalty: cannot be combined"),
+        ({"best_of": 4}, "best_of cannot be combined"),
         ({"use_beam_search": False, "length_penalty": 1.0}, "length_penalty needs use_beam_search"),
         ({"length_penalty": 11}, "length_penalty: must be between -10 and 10"),
     ],
@@ -130,7 +130,7 @@ async def test_what_a_search_does_not_look_at_is_refused(tmp_path: Path, fields:
 @pytest.mark.parametrize("field", ["thinking_budget", "thinking_token_budget"])
 async def test_thoughts_of_beams_have_no_budget(tmp_path: Path, field: str) -> None:
     error = (await post(searching(tmp_path), "/v1/chat/completions", 400, **{field: 0}))["error"]
-    assert f"{field} does not go" in error["message"]
+    assert f"{field} cannot be combined" in error["message"]
 
 
 async def test_values_that_say_nothing_are_taken(tmp_path: Path) -> None:
