@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.worker.grammars.support import DEMO
+from tests.gguf_files import DEMO
 from transformers import AutoModelForCausalLM
 
 from pagoda import LLM
