@@ -75,7 +75,7 @@ def _norm_in(
 
 
 # New tokens per row in each step: a long prompt, few rows, as many as every thread normalises itself, and one more.
-STEPS = ({0: 260}, {0: 1, 1: 3}, {0: 1}, {0: 8}, {1: 9}, {0: 2, 1: 1, 2: 40})
+STEPS = ({0: 260}, {0: 1, 1: 3}, {0: 1}, {0: 8}, {1: 9}, {0: 2, 1: 45, 2: 40})
 
 
 def batches() -> Iterator[Batch]:

@@ -65,7 +65,7 @@ static void finish_heads(const RopeArgs& a, const LinearOp& op, const Piece& p, 
     int32_t* parts = done + (size_t)p.block * all_heads(a) + head;
     if (__atomic_add_fetch(parts, 1, __ATOMIC_ACQ_REL) < panels) continue;
     *parts = 0;  // for the next operation
-    for (int t = p.from; t < p.to; ++t) rope_head(a, t, head);
+    rope_heads(a, p.from, p.to, head);
   }
 }
 

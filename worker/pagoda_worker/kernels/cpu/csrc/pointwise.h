@@ -96,6 +96,36 @@ static float quantise(const uint16_t* x, int8_t* levels, int dim) {
   return scale;
 }
 
+#if PAGODA_LEVEL >= 2
+// 16 rows of 16 words, `stride` words apart -> [columns][16].
+static void transpose(const uint32_t* x, size_t stride, int columns, uint32_t* to) {
+  __m512i two[16], four[16];  // columns of two, then four rows, by lanes of 128 bits
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    const __m512i row = _mm512_loadu_si512(x + i * stride), next = _mm512_loadu_si512(x + (i + 1) * stride);
+    two[i] = _mm512_unpacklo_epi32(row, next);
+    two[i + 1] = _mm512_unpackhi_epi32(row, next);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+    for (int high = 0; high < 2; ++high) {
+      four[i + 2 * high] = _mm512_unpacklo_epi64(two[i + high], two[i + high + 2]);
+      four[i + 2 * high + 1] = _mm512_unpackhi_epi64(two[i + high], two[i + high + 2]);
+    }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512i even = _mm512_shuffle_i32x4(four[c], four[c + 4], 0x88), even_after = _mm512_shuffle_i32x4(four[c + 8], four[c + 12], 0x88);
+    const __m512i odd = _mm512_shuffle_i32x4(four[c], four[c + 4], 0xdd), odd_after = _mm512_shuffle_i32x4(four[c + 8], four[c + 12], 0xdd);
+    const __m512i column[] = {_mm512_shuffle_i32x4(even, even_after, 0x88), _mm512_shuffle_i32x4(odd, odd_after, 0x88),
+                              _mm512_shuffle_i32x4(even, even_after, 0xdd), _mm512_shuffle_i32x4(odd, odd_after, 0xdd)};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      if (c + 4 * i < columns) _mm512_storeu_si512(to + 16 * (c + 4 * i), column[i]);
+  }
+}
+#endif
+
 // This token's offset in a layer's cache, in tokens; those of a block and head are contiguous. Blocks are multiples of 16.
 PAGODA_INLINE size_t place(const RopeArgs& a, int token, int head) {
   const size_t index = (size_t)a.kv_indices[token], size = (size_t)a.kv.block_size;
@@ -135,6 +165,12 @@ static void write_value(const RopeArgs& a, int token, int head, const uint16_t* 
   }
 }
 
+// The values of two tokens that are neighbours in the cache.
+static void write_values(const RopeArgs& a, int token, int head, const uint16_t* x, const uint16_t* next) {
+  uint32_t* v = (uint32_t*)a.kv.values + place(a, token, head) / 2 * a.kv.dim;
+  for (int d = 0; d < a.kv.dim; ++d) v[d] = x[d] | (uint32_t)next[d] << 16;
+}
+
 PAGODA_INLINE int all_heads(const RopeKvOp& op) { return op.heads + (op.kv.values ? 2 : 1) * op.kv.heads; }
 
 // The single key of a token, before rotation: see RopeKvOp.
@@ -148,28 +184,81 @@ PAGODA_INLINE const uint16_t* latent_key(const RopeArgs& a, int token, uint16_t*
   return key - a.kv.dim;
 }
 
-// Processes one head of a token: query, key or value heads, in this order. `whole`: the inverse rms of all query heads and
-// that of all key heads, if these are normed together.
-static void rope_head(const RopeArgs& a, int token, int head, const float* whole = nullptr) {
+// One head of a token as it comes out of the linear layer.
+PAGODA_INLINE const uint16_t* head_input(const RopeArgs& a, int token, int head) {
+  return a.qkv + ((size_t)token * all_heads(a) + head) * (size_t)a.kv.dim;
+}
+
+// x, a query or key head of a token, normed and rotated -> y. `whole`: see rope_head.
+static void turn_head(const RopeArgs& a, int token, int head, const uint16_t* x, uint16_t* y, const float* whole = nullptr) {
   const size_t dim = (size_t)a.kv.dim;
-  uint16_t made[MAX_DIM];
-  const uint16_t* x = a.latent ? head < a.heads ? a.qkv + ((size_t)token * a.heads + head) * dim : latent_key(a, token, made)
-                               : a.qkv + ((size_t)token * all_heads(a) + head) * dim;
-  if (head >= a.heads + a.kv.heads) return write_value(a, token, head - a.heads - a.kv.heads, x);
-  uint16_t normed[MAX_DIM], turned[MAX_DIM];
+  uint16_t normed[MAX_DIM];
   if (a.norm) {
     const float inverse = whole ? whole[head >= a.heads] : inverse_rms(x, a.kv.dim, a.eps);
     weighted(x, inverse, a.norm + head * dim, normed, a.kv.dim);
     x = normed;
   }
-  uint16_t* y = head < a.heads ? a.q + ((size_t)token * a.heads + head) * dim : turned;
-  if (a.cos) {
-    const size_t line = (size_t)a.positions[token] * (dim / 2);
-    rotate(x, y, a.cos + line, a.sin + line, a.kv.dim);
-  } else {
+  if (!a.cos) {
     memcpy(y, x, 2 * dim);
+    return;
   }
+  const size_t line = (size_t)a.positions[token] * (dim / 2);
+  rotate(x, y, a.cos + line, a.sin + line, a.kv.dim);
+}
+
+#if PAGODA_LEVEL >= 2
+// The keys of 16 tokens that are neighbours in the cache.
+static void write_keys(const RopeArgs& a, int token, int head) {
+  alignas(64) uint32_t turned[16][MAX_DIM / 2];
+  for (int i = 0; i < 16; ++i) turn_head(a, token + i, head, head_input(a, token + i, head), (uint16_t*)turned[i]);
+  const int words = a.kv.dim / 2;
+  uint32_t* k = (uint32_t*)a.kv.keys + place(a, token, head - a.heads) * words;
+  for (int d = 0; d < words; d += 16) transpose(&turned[0][d], MAX_DIM / 2, words - d, k + (size_t)d * 16);
+}
+#endif
+
+// Processes one head of a token: query, key or value heads, in this order. `whole`: the inverse rms of all query heads and
+// that of all key heads, if these are normed together.
+static void rope_head(const RopeArgs& a, int token, int head, const float* whole = nullptr) {
+  const size_t dim = (size_t)a.kv.dim;
+  uint16_t made[MAX_DIM], turned[MAX_DIM];
+  const uint16_t* x = !a.latent ? head_input(a, token, head)
+                      : head < a.heads ? a.qkv + ((size_t)token * a.heads + head) * dim
+                                       : latent_key(a, token, made);
+  if (head >= a.heads + a.kv.heads) return write_value(a, token, head - a.heads - a.kv.heads, x);
+  turn_head(a, token, head, x, head < a.heads ? a.q + ((size_t)token * a.heads + head) * dim : turned, whole);
   if (head >= a.heads) write_key(a, token, head - a.heads, turned);
+}
+
+// Whether tokens [token, token + count) are neighbours in the cache, the first of them at a multiple of `count`.
+PAGODA_INLINE bool side_by_side(const RopeArgs& a, int token, int count) {
+  const int64_t* index = a.kv_indices + token;
+  if (index[0] % count) return false;
+  for (int i = 1; i < count; ++i)
+    if (index[i] != index[0] + i) return false;
+  return true;
+}
+
+// Processes a head of tokens [from, to). Tokens that are neighbours in the cache share its words, so their keys or values
+// are written together instead of word by word.
+static void rope_heads(const RopeArgs& a, int from, int to, int head) {
+  const int value = head - a.heads - a.kv.heads;
+  const bool together = !a.latent && !a.kv.k_scales;
+  for (int t = from; t < to;) {
+    if (together && value >= 0 && t + 2 <= to && side_by_side(a, t, 2)) {
+      write_values(a, t, value, head_input(a, t, head), head_input(a, t + 1, head));
+      t += 2;
+      continue;
+    }
+#if PAGODA_LEVEL >= 2
+    if (together && value < 0 && head >= a.heads && t + 16 <= to && side_by_side(a, t, 16)) {
+      write_keys(a, t, head);
+      t += 16;
+      continue;
+    }
+#endif
+    rope_head(a, t++, head);
+  }
 }
 
 static void rope_token(const RopeArgs& a, int token) {
