@@ -38,7 +38,7 @@ def test_tenants_take_turns_and_each_has_its_own_in_order() -> None:
 def test_who_has_most_waiting_makes_room_with_what_came_last() -> None:
     turns = Turns(5)
     assert put(turns, "a", "a1", "a2", "a3", "a4", "a5") == [None] * 5
-    with pytest.raises(PagodaError, match="5 grammars wait") as refused:
+    with pytest.raises(PagodaError, match="5 grammars are already waiting") as refused:
         put(turns, "a", "a6")
     assert refused.value.code is ErrorCode.OVERLOADED
     assert put(turns, "b", "b1", "b2") == ["a5", "a4"]

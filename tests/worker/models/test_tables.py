@@ -43,7 +43,7 @@ def test_tables_may_have_half_of_what_is_available(monkeypatch: pytest.MonkeyPat
     assert len(rotary_tables([SHAPE, SHAPE], 1024, CPU)) == 2
     assert rotary_tables([], 1024, CPU, others=512) == []
     for shapes, length, others in (([SHAPE, SHAPE], 1025, 0), ([SHAPE], 1024, 257), ([], 1024, 513)):
-        with pytest.raises(TooManyPositions, match=rf"up to {length} tokens.*50% of which .* max_model_len"):
+        with pytest.raises(TooManyPositions, match=rf"for {length} tokens.*more than 50% of .* max_model_len"):
             rotary_tables(shapes, length, CPU, others)
 
 

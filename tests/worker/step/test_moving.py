@@ -427,7 +427,7 @@ def test_too_little_host_memory_names_the_option() -> None:
         def pinned(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             raise RuntimeError("cannot pin so much")
 
-    with pytest.raises(NotEnoughMemory, match=r"swap_space_gib: 12 blocks.*cannot pin"):
+    with pytest.raises(NotEnoughMemory, match=r"swap_space_gib: cannot allocate 12 blocks.*cannot pin"):
         fake_runner(accelerator=Small(), swap_space_gib=SWAP_SPACE_GIB)
 
 
