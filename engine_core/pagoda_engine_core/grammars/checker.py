@@ -169,4 +169,4 @@ def _why(code: int) -> str:
 
 
 def _refused(problem: str) -> PagodaError:
-    return PagodaError(ErrorCode.INVALID_ARGUMENT, f"this cannot be used: {problem}", "grammar")
+    return PagodaError(ErrorCode.INVALID_ARGUMENT, f"this grammar or schema cannot be used: {problem}", "grammar")

@@ -118,7 +118,7 @@ def test_what_grows_too_large_runs_out_of_fuel_first() -> None:
 
 def test_a_grammar_that_takes_too_long_is_refused(ask: Ask) -> None:
     verdict = ask(SLOW)
-    assert told(verdict) == "this cannot be used: it takes more than 0.1 s of processor time to compile"
+    assert told(verdict) == "this grammar or schema cannot be used: it takes more than 0.1 s of processor time to compile"
     assert not verdict.final  # a slow machine may have been at fault
     assert ask(grammars.json_object()).error is None
 
@@ -163,7 +163,7 @@ def test_sec_16_what_takes_the_process_down_is_refused_and_the_next_is_checked(
 
 def test_the_process_is_kept_while_it_lives_and_replaced_when_it_does_not(ask_hostile: Ask) -> None:
     pid = int(told(ask_hostile("pid")).rpartition(" ")[2])
-    assert told(ask_hostile("bad")) == "this cannot be used: bad grammar"
+    assert told(ask_hostile("bad")) == "this grammar or schema cannot be used: bad grammar"
     assert int(told(ask_hostile("pid")).rpartition(" ")[2]) == pid
     process = psutil.Process(pid)
     process.kill()
@@ -176,7 +176,7 @@ def test_an_end_that_no_grammar_has_caused_is_no_answer_to_the_next(ask_hostile:
     process = psutil.Process(int(told(ask_hostile("pid")).rpartition(" ")[2]))
     process.send_signal(number)
     psutil.wait_procs([process], timeout=WAIT_S)
-    assert told(ask_hostile("bad")) == "this cannot be used: bad grammar"
+    assert told(ask_hostile("bad")) == "this grammar or schema cannot be used: bad grammar"
     assert ask_hostile("fine") == Verdict(None, final=True)
 
 
