@@ -118,7 +118,9 @@ def test_what_grows_too_large_runs_out_of_fuel_first() -> None:
 
 def test_a_grammar_that_takes_too_long_is_refused(ask: Ask) -> None:
     verdict = ask(SLOW)
-    assert told(verdict) == "this grammar or schema cannot be used: it takes more than 0.1 s of processor time to compile"
+    assert (
+        told(verdict) == "this grammar or schema cannot be used: it takes more than 0.1 s of processor time to compile"
+    )
     assert not verdict.final  # a slow machine may have been at fault
     assert ask(grammars.json_object()).error is None
 
