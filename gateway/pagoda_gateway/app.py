@@ -10,6 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -52,44 +53,43 @@ from pagoda_gateway.version import VERSION
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
-def create_app(
-    ctx: GatewayContext,
-    health: Health,
-    metrics: GatewayMetrics,
-    background: BackgroundResponses,
-    kept: Batches,
-    tickets: Tickets,
-) -> ASGIApp:
-    """Build the whole gateway as one ASGI app. It owns no task: the caller starts the engine client, `health`,
-    `background` and the batch runner, which learns of changes through `kept`, shared with the routes.
-    """
-    routers = routers_of(ctx, health, metrics, background, kept, tickets)
+class Served(NamedTuple):
+    """What the routes work with. The caller starts the engine client, `health`, `background` and the batch runner,
+    which learns of changes through `batches`."""
+
+    ctx: GatewayContext
+    health: Health
+    metrics: GatewayMetrics
+    background: BackgroundResponses
+    batches: Batches
+    tickets: Tickets
+
+
+def create_app(served: Served) -> ASGIApp:
+    """Build the whole gateway as one ASGI app, which owns no task."""
+    ctx, health, metrics = served.ctx, served.health, served.metrics
+    routers = routers_of(served)
     templates = frozenset(route_templates(routers))
     metrics.know_routes(templates)
     failures = FailureLog(templates, on=ctx.config.log_requests)
     identify = identify_by(ctx.config.forwarded_allow_ips, ctx.gate)
     uploads = {files.PATH: ctx.config.max_file_bytes + MAX_FORM_BYTES}
-    api = api_of(routers)
-    limited = LimitsMiddleware(api, ctx.config, ctx.memory, identify, ctx.quotas, uploads, refusing_unread(ctx))
+    limited = LimitsMiddleware(
+        api_of(routers), ctx.config, ctx.memory, identify, ctx.quotas, uploads, refusing_unread(ctx)
+    )
     return Edge(_for_pages(limited, ctx.config.allowed_origins), metrics, failures, lambda: health.draining)
 
 
-def routers_of(
-    ctx: GatewayContext,
-    health: Health,
-    metrics: GatewayMetrics,
-    background: BackgroundResponses,
-    kept: Batches,
-    tickets: Tickets,
-) -> list[APIRouter]:
+def routers_of(served: Served) -> list[APIRouter]:
     """Return the routers of all endpoints."""
+    ctx, health, metrics, background, batch_store, tickets = served
     routers = [
         module.router(ctx) for module in (embeddings, ranking, models, tokenize, files, keys, usage, transcripts)
     ]
     routers.append(generating.router(ctx, tickets))
     routers.append(responses.router(ctx, background, tickets))
     routers.append(streams.router(ctx, tickets, responses.STREAMING))
-    routers.append(batches.router(ctx, kept))
+    routers.append(batches.router(ctx, batch_store))
     routers.append(ops.router(ctx, health, metrics))
     if ctx.config.page:
         routers.append(page.router())

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda_gateway.adapters import named_adapters
-from pagoda_gateway.app import create_app
+from pagoda_gateway.app import Served, create_app
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.batches.runner import BatchRunner
@@ -79,7 +79,7 @@ async def serve(
         parts = _Parts.of(config, text, metrics, health_times)
         parts.ctx.adapters.name_all(adapters)
         guard = ConnectionGuard(config, metrics.slow_client, parts.engine.clock.now)
-        app = create_app(parts.ctx, parts.health, metrics, parts.background, parts.batches, parts.tickets)
+        app = create_app(Served(parts.ctx, parts.health, metrics, parts.background, parts.batches, parts.tickets))
         server = HttpServer(uvicorn_config(app, config, guard))
         parts.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         return_large_blocks()

@@ -20,7 +20,7 @@ from tests.gateway.model_dir import MAX_MODEL_LEN, write_model_dir
 
 from pagoda_gateway.api.error_body import set_shape
 from pagoda_gateway.api.schemas import ChatRequest
-from pagoda_gateway.app import api_of, routers_of
+from pagoda_gateway.app import Served, api_of, routers_of
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.clients import NOBODY, Caller
@@ -287,14 +287,13 @@ class Gateway:
         self.health = Health(SessionClient([EngineAddress("unix:none")], self.metrics), self.metrics)
         self.background, self.tickets = BackgroundResponses(self.context), Tickets(self.context)
         self.batches = Batches(self.context.store)
-        self.app = api_of(routers_of(*self.parts()))
+        self.app = api_of(routers_of(self.served()))
         self.error_shapes = dict(generating.ERROR_SHAPES)
         transport = ASGITransport(self.asgi, raise_app_exceptions=False)
         self.client = AsyncClient(transport=transport, base_url="http://gateway")
 
-    def parts(self) -> tuple[GatewayContext, Health, GatewayMetrics, BackgroundResponses, Batches, Tickets]:
-        """The parts that an app is made of."""
-        return self.context, self.health, self.metrics, self.background, self.batches, self.tickets
+    def served(self) -> Served:
+        return Served(self.context, self.health, self.metrics, self.background, self.batches, self.tickets)
 
     async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
         set_shape(scope, self.error_shapes)

@@ -17,7 +17,7 @@ from tests.gateway.http_fakes import error_code
 from tests.gateway.model_dir import write_model_dir
 
 from pagoda_gateway.api.answer_schemas import RequestSpent, StackAnswer
-from pagoda_gateway.app import create_app
+from pagoda_gateway.app import Served, create_app
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.clients import OPEN_PATHS
@@ -45,7 +45,7 @@ class Gateway:
         self.health = Health(self.engine, self.metrics)
         ctx = GatewayContext.new(config, text_of(model), self.engine, names=["m"], created=1, store=scratch())
         background, kept, tickets = BackgroundResponses(ctx), Batches(ctx.store), Tickets(ctx)
-        app: Any = create_app(ctx, self.health, self.metrics, background, kept, tickets)
+        app: Any = create_app(Served(ctx, self.health, self.metrics, background, kept, tickets))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
 
 

@@ -23,7 +23,7 @@ class App:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        self.asgi: Any = create_app(*gateway.parts())
+        self.asgi: Any = create_app(gateway.served())
         self.admin = self.client(ADMIN)
 
     def client(self, key: str = "") -> httpx.AsyncClient:

@@ -39,7 +39,7 @@ def kind_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:
 async def serving(gateway: Gateway) -> AsyncIterator[Running]:
     gateway.background.start()
     try:
-        async with running_http(create_app(*gateway.parts()), gateway.context.config) as running:
+        async with running_http(create_app(gateway.served()), gateway.context.config) as running:
             yield running
     finally:
         await gateway.background.aclose()
