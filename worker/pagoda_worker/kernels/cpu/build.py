@@ -62,8 +62,9 @@ def build(compiler: str | None = None, out: Path = LIBRARY, highest: str = LEVEL
     names = [level.name for level in LEVELS]
     levels = LEVELS[: names.index(highest) + 1] if x86 else LEVELS[:1]
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = pool.map(lambda level: _compile_level(compiler, Path(scratch), level), levels)
-        objects = {index: path for index, path in enumerate(compiled) if path is not None}
+        highest_first = reversed(levels)  # they take longest
+        compiled = list(pool.map(lambda level: _compile_level(compiler, Path(scratch), level), highest_first))
+        objects = {index: path for index, path in enumerate(reversed(compiled)) if path is not None}
         mask = sum(1 << index for index in objects)
         interface = Path(scratch) / "pagoda.o"
         _run(
