@@ -171,6 +171,19 @@ def test_more_than_a_cpu_has_is_refused_by_its_name(monkeypatch: pytest.MonkeyPa
         num_kv_blocks(config_of(kv_cache_gib=2.5), Needs())
 
 
+def test_workers_of_one_machine_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_available_bytes", lambda _: 6 * GIB)
+    assert num_kv_blocks(config_of(kv_cache_gib=2, workers_here=3), Needs()) == 2 * GIB // BLOCK_BYTES
+    with pytest.raises(NotEnoughMemory, match=r"kv_cache_gib=2 for each of 4 workers is more than the 6.0 GiB"):
+        num_kv_blocks(config_of(kv_cache_gib=2, workers_here=4), Needs())
+
+
+def test_a_later_life_is_not_refused_for_what_other_workers_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_available_bytes", lambda _: GIB)
+    config = config_of(kv_cache_gib=2, workers_here=3)
+    assert num_kv_blocks(config, Needs(), at_first=6 * GIB) == 2 * GIB // BLOCK_BYTES
+
+
 def test_a_model_length_that_no_request_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="max_model_len must be 0 or between 2 and 2147483647, got 1"):
         WorkerConfig(max_model_len=1)

@@ -78,7 +78,7 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
 
     Raises:
         NotEnoughMemory: not even one request of max_model_len tokens would fit, or a CPU's memory has no room for the
-            configured size; the message names the options.
+            configured size in all `workers_here`; the message names the options.
     """
     models = (loaded,) if draft is None else (loaded, draft)
     kept = _Kept([group for model in models for group in model.kv_groups], loaded.retentions, config.block_size)
@@ -88,7 +88,7 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
     if config.num_blocks:
         blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"
     elif config.kv_cache_gib:
-        blocks, source = kept.blocks_in(_named(config, use)), f"kv_cache_gib={config.kv_cache_gib:g}"
+        blocks, source = kept.blocks_in(_named(config, use, at_first)), f"kv_cache_gib={config.kv_cache_gib:g}"
     else:
         usable, source = _usable(config, use, adapters_bytes, at_first)
         blocks = max(0, min(kept.blocks_in(usable, spare), config.max_rows * row_blocks))
@@ -132,12 +132,16 @@ def _too_few(kept: _Kept, blocks: int, max_len: int, source: str) -> str:
     return f"{holds} ({source}, {needed}{per_token / 1024:.1f} KiB per token), but max_model_len is {max_len}"
 
 
-def _named(config: WorkerConfig, use: DeviceUse | None) -> int:
-    """Bytes of a cache of configured size; a CPU that lacks them would otherwise only fail when it fills up."""
-    named = int(config.kv_cache_gib * GIB)
-    if use is None and named > (available := host_available_bytes(Path("/"))):
+def _named(config: WorkerConfig, use: DeviceUse | None, at_first: int) -> int:
+    """Bytes of a cache of configured size; a CPU that lacks them would otherwise only fail when it fills up.
+
+    A later life of a worker is judged like its first: what other workers have written since is no reason to refuse it.
+    """
+    named, workers = int(config.kv_cache_gib * GIB), config.workers_here
+    if use is None and named * workers > (available := at_first or host_available_bytes(Path("/"))):
+        each = f" for each of {workers} workers" if workers > 1 else ""
         raise NotEnoughMemory(
-            f"kv_cache_gib={config.kv_cache_gib:g} is more than the {available / GIB:.1f} GiB of memory that are "
+            f"kv_cache_gib={config.kv_cache_gib:g}{each} is more than the {available / GIB:.1f} GiB of memory that are "
             f"available here: lower it, or leave it out"
         )
     return named
