@@ -17,8 +17,8 @@ BACKENDS = ("reference", "torch", "native", "triton")
 FLASH = "flash"
 FAMILIES = {
     "linear": (
-        "pack_linear", "pack_gated", "pack_experts", "new_slots", "fill_slot", "slot_bytes", "linear", "gated_linear",
-        "activated_linear", "moe", "pack_heads", "head_linear", "logits",
+        "quantize", "pack_linear", "pack_gated", "pack_experts", "new_slots", "fill_slot", "slot_bytes", "linear",
+        "gated_linear", "activated_linear", "moe", "pack_heads", "head_linear", "logits",
     ),
     "pointwise": ("embed", "add_positions", "add", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"),
     "attention": (

@@ -55,7 +55,7 @@ def encoder(path: Path, ops: Ops, dtype: torch.dtype = torch.float32) -> Encoder
     fields = read_json(path / "config.json")
     spec = encoder_spec(fields["architectures"][0], fields)
     with open_checkpoint(path) as checkpoint:
-        source = open_encoder_source(checkpoint, spec, "", dtype, CPU)
+        source = open_encoder_source(checkpoint, spec, "", dtype, ops)
         return Encoder(spec, ops, source, dtype, spec.max_positions)
 
 

@@ -16,7 +16,7 @@ from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import FORMS, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
-from pagoda_worker.kernels.quantized import QuantizedWeight, round_activations
+from pagoda_worker.kernels.quantized import FORMATS, Format, QuantizedWeight, quantize, round_activations
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.rows.batch import Batch, batch_of_spans
 
@@ -66,6 +66,39 @@ def test_against_the_definition(ops: NativeOps, n: int, k: int, group: int, form
         y = ops.logits(x, packed)
         assert_near(y, reference.linear(x.double(), expected), FLOAT32)
         assert torch.equal(ops.linear(x, packed), y.bfloat16())
+
+
+def weights_of_all_kinds() -> torch.Tensor:
+    """[N, 192] float32: magnitudes from subnormal to beyond float16, groups with ties, with zeros only, and with scales
+    around the least normal float16."""
+    least = torch.tensor(8 * 2.0**-14)
+    edges = torch.stack([least, least - 8 * 2.0**-25, *(least - 8 * 2.0**-25 * (1 + torch.tensor([-1e-6, 1e-6])))])
+    edges = torch.cat([edges, -edges])[:, None] * torch.linspace(1, -0.9, 192)
+    sized = torch.randn(240, 192) * torch.logspace(-42, 6, 240)[:, None]
+    ties = torch.randn(64, 192).mul(2).round()
+    halves = torch.arange(-96, 96).repeat(4, 1) / torch.tensor([[2.0], [4.0], [16.0], [3.0]])
+    return torch.cat([sized, edges, ties, halves, torch.zeros(3, 192), -torch.zeros(3, 192)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("form", [*FORMATS.values(), Format(bits=8, group=32, activation_bits=8)])
+def test_weights_are_rounded_as_the_definition_rounds_them(ops: NativeOps, form: Format, dtype: torch.dtype) -> None:
+    weight = weights_of_all_kinds().to(dtype)
+    weight = weight[weight.isfinite().all(1)]
+    got, expected = ops.quantize(weight, form), quantize(weight, form)
+    assert torch.equal(got.levels, expected.levels)
+    assert torch.equal(got.scales, expected.scales)
+    assert dataclasses.replace(got, levels=expected.levels, scales=expected.scales) == expected
+    assert len(weight) > 250
+
+
+def test_weights_in_any_place_of_memory_and_of_any_width_are_rounded(ops: NativeOps) -> None:
+    wide = torch.randn(100, 200)
+    form = Format(bits=4, group=0, activation_bits=8)
+    for weight in (wide.t(), wide[3:, 16:], wide[:, :56], wide[:1]):
+        got, expected = ops.quantize(weight, form), quantize(weight, form)
+        assert torch.equal(got.levels, expected.levels)
+        assert torch.equal(got.scales, expected.scales)
 
 
 @pytest.mark.parametrize("zeros", [False, True])

@@ -19,7 +19,7 @@ from pagoda_worker.kernels.cpu.load import load_native
 from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps
 from pagoda_worker.kernels.cpu.selfcheck import problems
 from pagoda_worker.kernels.ops import BackendError, Needs
-from pagoda_worker.kernels.quantized import Weight
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight
 
 CPU = torch.device("cpu")
 NEEDS = Needs(dtype=torch.bfloat16, hidden_size=64, head_dims=(16,))
@@ -46,6 +46,12 @@ class Wrong(NativeOps):
 
     def gated_linear(self, x: torch.Tensor, packed: NativeLinear, activation: str) -> torch.Tensor:
         return super().gated_linear(x, packed, activation) * (1.5 if self.fault == "gated" else 1)
+
+    def quantize(self, weight: torch.Tensor, form: Format) -> QuantizedWeight:
+        quantized = super().quantize(weight, form)
+        if self.fault == "rounding" and form.bits == 4:
+            quantized.levels[3, 5] ^= 1
+        return quantized
 
     def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None, segments: int = 1) -> NativeLinear:
         packed = super().pack_linear(weight, bias, 1 if self.fault == "segments" else segments)
@@ -106,6 +112,7 @@ class Wrong(NativeOps):
         ("segments", "linear", "segments of a linear layer are added wrongly"),
         ("gated", "linear", "gated layers are wrong"),
         ("scales", "linear", "linear layers are wrong (4 bits, activations 16, zeros)"),
+        ("rounding", "linear", "weights are quantised wrongly (4 bits)"),
         ("activation", "linear", "layers with silu are wrong"),
         ("floats", "linear", "linear layers are wrong (floats of 4 bits)"),
         ("heads", "linear", "layers of heads are wrong"),

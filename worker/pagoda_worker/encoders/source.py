@@ -9,7 +9,7 @@ import torch
 
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, CheckpointError, Wanted
 from pagoda_worker.checkpoints.fingerprint import Entry
-from pagoda_worker.checkpoints.formats.source import CheckpointSource, Formats
+from pagoda_worker.checkpoints.formats.source import CheckpointSource, Formats, Quantizer
 from pagoda_worker.encoders.spec import EncoderSpec, expected_tensors, linear_layers
 from pagoda_worker.kernels.quantized import FORMATS, Weight, by_rows
 
@@ -77,7 +77,7 @@ def _below(entries: Mapping[str, Entry], prefix: str) -> dict[str, Entry]:
 
 
 def open_encoder_source(
-    checkpoint: Checkpoint, spec: EncoderSpec, quantization: str, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint, spec: EncoderSpec, quantization: str, dtype: torch.dtype, quantizer: Quantizer
 ) -> EncoderSource:
     """Check the checkpoint by its headers. Its entries are renamed.
 
@@ -97,7 +97,7 @@ def open_encoder_source(
         shapes=shapes,
         formats=formats,
         dtype=dtype,
-        device=device,
+        quantizer=quantizer,
     )
     up = {spec.in_layer(index, spec.names.up[0]) for index in range(len(spec.layers))}
     return EncoderSource(plain, frozenset(up if spec.names.up_first else ()))

@@ -23,7 +23,7 @@ from pagoda_worker.kernels.cpu.native import NativeOps
 from pagoda_worker.kernels.cpu.operations import Operation, program_of
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Needs, Rotation
-from pagoda_worker.kernels.quantized import FORMATS, Format, quantize
+from pagoda_worker.kernels.quantized import FORMATS, Format
 from pagoda_worker.kernels.roofline import Limits, ModelShape, Point
 from pagoda_worker.kernels.segments import segmented
 from pagoda_worker.rows.batch import batch_of_spans
@@ -138,7 +138,7 @@ class Roofline:
                 continue
             weight = self._random(n, k)
             stored, segments = segmented(
-                weight if form is None else quantize(weight, form), self.shape.segments[matrix]
+                weight if form is None else self.ops.quantize(weight, form), self.shape.segments[matrix]
             )
             packed = [
                 self.ops.pack_linear(stored, None, segments) for _ in range(self._num_copies(weight_bytes(n, k, form)))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
-from pagoda_worker.kernels.quantized import Weight
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight
 from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.rows.slots import TokenSlots
@@ -156,13 +156,10 @@ class Cache(Protocol):
 
 
 class Ops(Protocol):
-    """One back end on one device. Packed weights, caches (see Cache) and plans are opaque: callers only pass them back.
-
-    lookback: The most keys read, and masked, before the start of a window; they must be finite.
-    """
+    """One back end on one device. Packed weights, caches (see Cache) and plans are opaque: callers pass them back."""
 
     lookback: int
-
+    """The most keys read, and masked, before the start of a window; they must be finite."""
     name: str
     device: torch.device
     capturable: bool
@@ -189,6 +186,9 @@ class Ops(Protocol):
 
         The results are valid until the next call. None: this back end does not record.
         """
+
+    def quantize(self, weight: Tensor, form: Format) -> QuantizedWeight:
+        """The same bits as `quantized.quantize`."""
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> Any:
         """weight [N, K] and bias [N] in the run dtype -> a packed form; the arguments may be freed afterwards.

@@ -28,6 +28,7 @@ MAX_ACTIVATION = 127
 FAINT = 2.0**-100
 FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1 by bit pattern
 FAINTEST_SCALE = torch.finfo(torch.float16).tiny
+AT_ONCE = 1 << 19  # elements quantised together: as many as a cache holds in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +81,23 @@ def by_rows(weight: Weight, move: Callable[[torch.Tensor], torch.Tensor]) -> Wei
 
 
 def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
-    """weight [N, K] -> the nearest levels, where the middle level is zero. K must be a multiple of the group.
+    """weight [N, K] -> the nearest levels, where the middle level is zero. K must be a multiple of the group. Rows are
+    quantised a few at a time, as they do not depend on one another.
 
     With 8 bits, the scale maps the largest magnitude of its group to the highest level. With 4 bits that would waste
     one level of sixteen, so the value of largest magnitude, whatever its sign, becomes level 0, the one farthest from
     the middle, and scales may be negative. A weight of nearly that magnitude and opposite sign is then off by up to one
     level, but the mean square error of Gaussian weights is still a fifth lower.
     """
+    parts = [_quantize(part, form) for part in torch.split(weight, max(1, AT_ONCE // weight.shape[1]))]
+    levels, scales = (torch.cat(one) for one in zip(*parts, strict=True))
+    return QuantizedWeight(
+        levels=levels, scales=scales, zeros=None, bits=form.bits, activation_bits=form.activation_bits
+    )
+
+
+def _quantize(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels and scales."""
     group = form.group or weight.shape[1]
     middle = 1 << form.bits - 1
     grouped = weight.float().reshape(len(weight), -1, group)
@@ -94,13 +105,7 @@ def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
     scales = (_extremes(grouped) / -middle).half().float() if of_four else grouped.abs().amax(-1) / (middle - 1)
     scales = torch.where(scales.abs() < FAINTEST_SCALE, FAINTEST_SCALE, scales)
     levels = (grouped / scales.unsqueeze(-1)).round_().clamp_(-middle, middle - 1).add_(middle)
-    return QuantizedWeight(
-        levels=levels.to(torch.uint8).flatten(1),
-        scales=scales,
-        zeros=None,
-        bits=form.bits,
-        activation_bits=form.activation_bits,
-    )
+    return levels.to(torch.uint8).flatten(1), scales
 
 
 def _extremes(grouped: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from pagoda_worker.kernels.ops import (
     LowRank,
     Rotation,
 )
-from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
+from pagoda_worker.kernels.quantized import Weight, dequantize, quantize, round_activations
 from pagoda_worker.kernels.routing import Beside, Packed, Routing, routed, sigmoid
 from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.rows.batch import Batch
@@ -125,6 +125,7 @@ class HostOps:
     def import_blocks(self, kv: KVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
         kv.import_blocks(block_ids, blocks)
 
+    quantize = staticmethod(quantize)
     sample = staticmethod(sampler.sample)
     report = staticmethod(logprobs.report)
     device_sampler = staticmethod(greedy_sampler)

@@ -184,7 +184,7 @@ def _natively(  # noqa: PLR0913 - all that a model is made of
     head_size: int | None,
 ) -> _Made:
     formats = choose_formats(spec, layout or block_layout(checkpoint.entries), config.quantization)
-    source = open_source(checkpoint, spec, formats, dtype, ops.device)
+    source = open_source(checkpoint, spec, formats, dtype, ops)
     _tell_formats(ops, dtype, spec, formats)
     if remark := rounding_remark(checkpoint.entries, linear_layers(spec)):
         log.warning("weights: %s", remark)

@@ -99,7 +99,7 @@ def _encoder(reading: _Reading) -> LoadedModel:
     dtype = _dtype(reading, whole=True)
     ops = chosen_ops(config, reading.device, _encoder_needs(config, dtype, spec))
     max_len = _max_len(reading, spec.max_positions, spec.max_positions)
-    source = open_encoder_source(checkpoint, spec, config.quantization, dtype, reading.device)
+    source = open_encoder_source(checkpoint, spec, config.quantization, dtype, ops)
     pooler = _encoder_pooler(reading, spec)
     encoder = Encoder(spec, ops, source, dtype, max_len)
     weights = source.plain.formats.description
@@ -221,7 +221,7 @@ def _headless(
         del checkpoint.entries[key]
     spec = replace(spec, tied=True, logit_scale=1.0)
     formats = choose_formats(spec, layout or block_layout(checkpoint.entries), reading.config.quantization)
-    source = open_source(checkpoint, spec, formats, dtype, reading.device)
+    source = open_source(checkpoint, spec, formats, dtype, ops)
     return Decoder(spec, ops, source, dtype, max_len, head_size=0), formats.description
 
 

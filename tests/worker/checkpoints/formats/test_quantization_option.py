@@ -17,9 +17,9 @@ from tests.worker.models.harness import logits_of
 
 from pagoda_worker.checkpoints.checkpoint import read_json
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
-from pagoda_worker.checkpoints.formats import source
 from pagoda_worker.checkpoints.source import Weight, joined
 from pagoda_worker.config import QUANTIZATIONS, WorkerConfig
+from pagoda_worker.kernels import quantized
 from pagoda_worker.kernels.quantized import FORMATS, QuantizedWeight, dequantize, quantize
 from pagoda_worker.loading.model import LoadedModel, load_model, native_spec
 from pagoda_worker.models.decoder import Decoder
@@ -154,8 +154,8 @@ def test_rows_are_rounded_by_themselves(option: str, monkeypatch: pytest.MonkeyP
     weight = torch.randn(37, 128, generator=torch.Generator().manual_seed(0))
     whole = quantize(weight, FORMATS[option])
     for at_once in (1, 128, 1000, 10**6):
-        monkeypatch.setattr(source, "ROUNDED_AT_ONCE", at_once)
-        parts = source.quantized(weight, FORMATS[option])
+        monkeypatch.setattr(quantized, "AT_ONCE", at_once)
+        parts = quantize(weight, FORMATS[option])
         assert torch.equal(parts.levels, whole.levels)
         assert torch.equal(parts.scales, whole.scales)
         assert (parts.zeros, parts.bits, parts.activation_bits) == (None, whole.bits, whole.activation_bits)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, CheckpointError, Wanted
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.checkpoints.formats.layout import Layout, Packing, StackPacking, Stored
-from pagoda_worker.checkpoints.source import joined
 from pagoda_worker.checkpoints.spec import (
     IGNORED_SUFFIXES,
     DecoderSpec,
@@ -19,12 +19,11 @@ from pagoda_worker.checkpoints.spec import (
     linear_layers,
     unused_prefixes,
 )
-from pagoda_worker.kernels.quantized import FORMATS, Format, Weight, dequantize, quantize
+from pagoda_worker.kernels.quantized import FORMATS, Format, QuantizedWeight, Weight, dequantize
 
 # At 4 bits the output matrix costs more accuracy than its bytes are worth: its errors go straight into the logits.
 # llama.cpp keeps it wider than the layers, too.
 HEAD_FORMAT = FORMATS["int8"]
-ROUNDED_AT_ONCE = 1 << 19  # elements quantised together: as many as a cache holds in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +90,14 @@ def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) 
     return Formats(packings=packings, activation_bits=8)
 
 
+class Quantizer(Protocol):
+    """The part of a back end (see `Ops`) that a source needs; weights are read to its device."""
+
+    device: torch.device
+
+    def quantize(self, weight: torch.Tensor, form: Format) -> QuantizedWeight: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSource:
     """See `checkpoints.source.Source`. Made by `open_source`, which has checked everything first.
@@ -106,7 +113,11 @@ class CheckpointSource:
     shapes: Mapping[str, tuple[int, int]]
     formats: Formats
     dtype: torch.dtype
-    device: torch.device
+    quantizer: Quantizer
+
+    @property
+    def device(self) -> torch.device:
+        return self.quantizer.device
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.checkpoint.get(name, self.dtype, self.device)
@@ -147,14 +158,14 @@ class CheckpointSource:
     def _rounded(self, stored: torch.Tensor, form: Format | None) -> Weight:
         if form is None or not divides(form, (stored.shape[0], stored.shape[1])):
             return stored.to(device=self.device, dtype=self.dtype)
-        return quantized(stored.to(self.device), form)
+        return self.quantizer.quantize(stored.to(self.device), form)
 
     def tied(self, embedding: torch.Tensor) -> Weight:
-        return embedding if self.formats.layers is None else quantized(embedding, HEAD_FORMAT)
+        return embedding if self.formats.layers is None else self.quantizer.quantize(embedding, HEAD_FORMAT)
 
 
 def open_source(
-    checkpoint: Checkpoint, spec: DecoderSpec, formats: Formats, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint, spec: DecoderSpec, formats: Formats, dtype: torch.dtype, quantizer: Quantizer
 ) -> CheckpointSource:
     """Check the checkpoint by its headers and its smallest tensors.
 
@@ -188,7 +199,7 @@ def open_source(
         shapes=shapes,
         formats=formats,
         dtype=dtype,
-        device=device,
+        quantizer=quantizer,
     )
 
 
@@ -212,9 +223,3 @@ def left_alone(spec: DecoderSpec, formats: Formats) -> list[str]:
 
 def divides(form: Format, shape: tuple[int, int]) -> bool:
     return not form.group or shape[1] % form.group == 0
-
-
-def quantized(weight: torch.Tensor, form: Format) -> Weight:
-    """`quantize`, a few rows at a time: rows do not depend on one another."""
-    rows = max(1, ROUNDED_AT_ONCE // weight.shape[1])
-    return joined([quantize(part, form) for part in torch.split(weight, rows)], weight.dtype)

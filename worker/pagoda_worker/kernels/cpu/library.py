@@ -19,15 +19,16 @@ from pagoda_worker.kernels.cpu import build
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.cpu.operations import STRUCTS, Form, Op
 from pagoda_worker.kernels.ops import BackendError
-from pagoda_worker.kernels.quantized import QuantizedWeight, exponents
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, exponents
 
 # Increment this, here and in csrc/pagoda.cpp, when a function or struct of the library changes: a library of another
 # build is then refused. For changes of result bits, increment `numerics.NUMERICS_VERSION` instead.
-ABI = 16
+ABI = 17
 LEVELS = tuple(level.name for level in build.LEVELS)
 PANEL = 32  # columns of a packed panel
 FLOAT_LEVELS = 2  # a value of `QuantForm.levels`
 PAIR = 2  # inputs that are multiplied together
+QUANTIZED_FROM = (torch.bfloat16, torch.float16, torch.float32)  # by `Rounding.dtype`
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 PEAKS = ("bf16", "int8")  # the multiplications that `Library.multiply` probes
@@ -82,6 +83,21 @@ class QuantForm(ctypes.Structure):
         ("input_bits", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("levels", ctypes.c_int32),
+    ]
+
+
+class Rounding(ctypes.Structure):
+    """See `Rounding` in csrc/program.h."""
+
+    _fields_: ClassVar = [
+        ("weight", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+        ("levels", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
     ]
 
 
@@ -204,6 +220,26 @@ class Library:
         self._library.pagoda_pack(self._pool, self._level, weight.data_ptr(), n, k, packed.data_ptr())
         return packed
 
+    def quantize(self, weight: torch.Tensor, form: Format) -> QuantizedWeight:
+        """`quantized.quantize` of a weight [N, K] of one of QUANTIZED_FROM, in groups of a multiple of 16 inputs."""
+        n, k = weight.shape
+        weight, group = weight.contiguous(), form.group or k
+        levels, scales = torch.empty(n, k, dtype=torch.uint8), torch.empty(n, k // group)
+        call = Rounding(
+            weight=weight.data_ptr(),
+            dtype=QUANTIZED_FROM.index(weight.dtype),
+            n=n,
+            k=k,
+            group=group,
+            bits=form.bits,
+            levels=levels.data_ptr(),
+            scales=scales.data_ptr(),
+        )
+        self._library.pagoda_quantize(self._pool, self._level, ctypes.byref(call))
+        return QuantizedWeight(
+            levels=levels, scales=scales, zeros=None, bits=form.bits, activation_bits=form.activation_bits
+        )
+
     def pack_quantized(self, weight: QuantizedWeight) -> torch.Tensor:
         """-> [ceil(n / 32), bytes of a panel] uint8, in the layout described in csrc/quant.h."""
         n, k = weight.levels.shape
@@ -288,6 +324,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library.pagoda_quant_panel_bytes.argtypes = [pointer, number]
     library.pagoda_quant_panel_bytes.restype = ctypes.c_size_t
     library.pagoda_pack_quantized.argtypes = [pointer, number, pointer, pointer]
+    library.pagoda_quantize.argtypes = [pointer, number, pointer]
     library.pagoda_sample.argtypes = [pointer, number, pointer, number, number, pointer, pointer]
     library.pagoda_peak.argtypes = [pointer, number, number, ctypes.c_long]
     library.pagoda_peak.restype = ctypes.c_double
@@ -298,7 +335,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _check(library: ctypes.CDLL, path: Path) -> None:
-    structs: list[type[ctypes.Structure]] = [*STRUCTS.values(), Op, Step, QuantSource]
+    structs: list[type[ctypes.Structure]] = [*STRUCTS.values(), Op, Step, Rounding, QuantSource]
     expected = ABI, *(ctypes.sizeof(one) for one in structs), SAMPLE_ROW.itemsize, SAMPLE_RESULT.itemsize
     sizes = (ctypes.c_int * (len(expected) - 1))()
     library.pagoda_sizes(sizes)

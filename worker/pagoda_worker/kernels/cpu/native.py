@@ -27,13 +27,11 @@ from pagoda_worker.kernels.cpu.operations import (
     LayerNorm,
     Linear,
     NativeLinear,
-    Operation,
     RmsNorm,
     RopeKv,
     Tape,
-    program_of,
 )
-from pagoda_worker.kernels.cpu.program import Program, Recording
+from pagoda_worker.kernels.cpu.program import Immediate, Program, Recording
 from pagoda_worker.kernels.ops import (
     ACTIVATIONS,
     CLAMPED,
@@ -44,7 +42,7 @@ from pagoda_worker.kernels.ops import (
     HeadNorm,
     Rotation,
 )
-from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, by_rows, dequantize, quantize
 from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.rows.batch import Batch, Places, batch_of_spans
 from pagoda_worker.sampling.device_sampler import greedy_sampler
@@ -66,21 +64,6 @@ class NativePlan(NamedTuple):
     block_tables: Tensor  # [B, max_blocks] int32
     query_starts: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32
-
-
-class Immediate:
-    """Runs each operation immediately. Its steps hold only the tables of the operation's own group."""
-
-    all_tables = False
-
-    def __init__(self, library: lib.Library) -> None:
-        self._library = library
-
-    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(num_rows, width, dtype=dtype)
-
-    def take(self, operation: Operation, **step: object) -> None:
-        self._library.run(program_of([[operation]]), lib.make_step(**step))
 
 
 class NativeOps:
@@ -121,6 +104,11 @@ class NativeOps:
     def on(self, tape: Tape) -> NativeOps:
         """The same operations on another tape."""
         return NativeOps(self.library, tape)
+
+    def quantize(self, weight: Tensor, form: Format) -> QuantizedWeight:
+        if weight.dtype not in lib.QUANTIZED_FROM or (form.group or weight.shape[1]) % LANES:
+            return quantize(weight, form)
+        return self.library.quantize(weight, form)
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> NativeLinear:
         """A quantised weight without a kernel is packed as bfloat16."""

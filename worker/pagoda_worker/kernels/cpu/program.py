@@ -18,6 +18,21 @@ from pagoda_worker.kernels.cpu.operations import Operation, joins, program_of
 from pagoda_worker.rows.batch import Batch
 
 
+class Immediate:
+    """Runs each operation immediately. Its steps hold only the tables of the operation's own group."""
+
+    all_tables = False
+
+    def __init__(self, library: lib.Library) -> None:
+        self._library = library
+
+    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_rows, width, dtype=dtype)
+
+    def take(self, operation: Operation, **step: object) -> None:
+        self._library.run(program_of([[operation]]), lib.make_step(**step))
+
+
 class Recording:
     """A tape. Its buffers, of `max_tokens` rows, get memory only in `laid_out`, which knows how long each is needed.
 

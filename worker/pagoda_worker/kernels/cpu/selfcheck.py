@@ -58,8 +58,17 @@ def _linear_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
     bias = torch.randn(OUT, generator=generator).bfloat16()
     found = ((name, _form_problem(ops, x, form, bias)) for name, form in _forms(weight).items())
     problem = next((f"{problem} ({name})" for name, problem in found if problem), None)
-    others = (_activation_problem(ops, x, weight), _heads_problem(ops, x, generator))
+    others = (_rounding_problem(ops, weight), _activation_problem(ops, x, weight), _heads_problem(ops, x, generator))
     return next(filter(None, (problem, *others)), None) or _experts_problem(ops, x, generator)
+
+
+def _rounding_problem(ops: NativeOps, weight: torch.Tensor) -> str | None:
+    for bits in (8, 4):
+        form = Format(bits=bits, group=GROUP, activation_bits=8)
+        got, expected = ops.quantize(weight, form), quantize(weight, form)
+        if not (torch.equal(got.levels, expected.levels) and torch.equal(got.scales, expected.scales)):
+            return f"weights are quantised wrongly ({bits} bits)"
+    return None
 
 
 def _activation_problem(ops: NativeOps, x: torch.Tensor, weight: torch.Tensor) -> str | None:

@@ -30,7 +30,7 @@ from pagoda_worker.kernels.ops import (
     HeadNorm,
     Rotation,
 )
-from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
+from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize, quantize
 from pagoda_worker.kernels.reference import activated, latent_lines
 from pagoda_worker.kernels.routing import Beside, Routing, choose
 from pagoda_worker.kernels.triton import low_rank, pointwise
@@ -106,6 +106,8 @@ class TritonOps:
         other = copy(self)
         other.tiles, other.cuts_show = tiles, cuts_show
         return other
+
+    quantize = staticmethod(quantize)
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> Packed:
         """Sums in one piece, ignoring `segments`: cuBLASLt uses another order for every shard size anyway."""

@@ -7,6 +7,7 @@
 //   load_powers(p)           2**(byte - 127) for each byte; 0 for byte 0, which is off by 2**-127
 //   largest_magnitude(x, n)  the bits of the largest |x| of n bf16, NaN above all; n is a multiple of 32
 //   store_rounded(p, a)      a to nearest, ties to even, as 16 int8, or at AVX2 as 16 int16 as below; |a| <= 127
+//   store_bytes(p, a)        whole numbers in 0 .. 255, as 16 unsigned bytes
 //   dot2(acc, w, a)          acc + the two signed 16-bit numbers of each lane of w times those of a
 //   bytes_apart(w, i)        the signed bytes i and i + 2 of each lane as two 16-bit numbers
 //   store_shorts(p, a)       a to nearest, as 16 int16, each four in the order 0, 2, 1, 3; |a| <= 32767
@@ -156,6 +157,7 @@ PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(whole));
   return {(i32x16)whole};
 }
+PAGODA_INLINE void store_bytes(uint8_t* p, f16 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v))); }
 PAGODA_INLINE void store_shorts(int16_t* p, f16 a) { store_fours(p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a.v))); }
 
 #elif PAGODA_LEVEL == 1  // AVX2 + F16C: two registers
@@ -237,6 +239,7 @@ PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
   PAGODA_EACH p[i] = (int8_t)r.v[i];
   return r;
 }
+PAGODA_INLINE void store_bytes(uint8_t* p, f16 a) { PAGODA_EACH p[i] = (uint8_t)(int32_t)a.v[i]; }
 PAGODA_INLINE void store_shorts(int16_t* p, f16 a) {
   a = round(min(max(a, set1(-32767.0f)), set1(32767.0f)));
   PAGODA_EACH p[(i & ~3) | (i & 1) << 1 | (i >> 1 & 1)] = (int16_t)a.v[i];

@@ -200,6 +200,11 @@ PAGODA_INLINE ints store_rounded(int16_t* p, f16 a) {
   store_fours(p, _mm256_cvtepi8_epi16(bytes));
   return whole;
 }
+PAGODA_INLINE void store_bytes(uint8_t* p, f16 a) {
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));  // lanes lo, hi, lo, hi
+  const __m256i order = _mm256_permute4x64_epi64(words, 0xd8);
+  _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(order), _mm256_extracti128_si256(order, 1)));
+}
 PAGODA_INLINE void store_shorts(int16_t* p, f16 a) {
   const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
   store_fours(p, _mm256_permute4x64_epi64(packed, 0xd8));

@@ -7,6 +7,7 @@
 #include "experts.h"
 #include "pointwise.h"
 #include "quant.h"
+#include "rounding.h"
 #include "sampling.h"
 #include "shares.h"
 #include "stream.h"
@@ -231,5 +232,5 @@ static void run(const Step& s, const Work& work, int first, int last) {
 #define PAGODA_TABLE_(name) pagoda_level_##name
 #define PAGODA_TABLE(name) PAGODA_TABLE_(name)
 extern const Level PAGODA_TABLE(PAGODA_NS) = {PAGODA_NS::cut, PAGODA_NS::run, PAGODA_NS::pack_panel,
-                                              PAGODA_NS::quant_panel_bytes, PAGODA_NS::pack_quant_panel,
+                                              PAGODA_NS::quant_panel_bytes, PAGODA_NS::pack_quant_panel, PAGODA_NS::round_rows,
                                               PAGODA_NS::sample, PAGODA_NS::peak, PAGODA_NS::read_all};

@@ -181,12 +181,12 @@ void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
 extern "C" {
 
 // See ABI in library.py for when to raise both.
-int pagoda_abi() { return 16; }
+int pagoda_abi() { return 17; }
 
 void pagoda_sizes(int* sizes) {
   for (size_t size : {sizeof(EmbedOp), sizeof(RmsNormOp), sizeof(LinearOp), sizeof(RopeKvOp), sizeof(AttentionOp),
                       sizeof(LayerNormOp), sizeof(AddOp), sizeof(RouteOp), sizeof(SortOp), sizeof(GatherOp), sizeof(ExpertsOp),
-                      sizeof(CombineOp), sizeof(ShrinkOp), sizeof(HeadsOp), sizeof(Op), sizeof(Step), sizeof(QuantSource), sizeof(SampleRow), sizeof(SampleResult)})
+                      sizeof(CombineOp), sizeof(ShrinkOp), sizeof(HeadsOp), sizeof(Op), sizeof(Step), sizeof(Rounding), sizeof(QuantSource), sizeof(SampleRow), sizeof(SampleResult)})
     *sizes++ = (int)size;
 }
 
@@ -213,6 +213,18 @@ void pagoda_pack(void* pool_, int level, const uint16_t* w, int n, int k, uint32
   int panels = (n + 31) / 32;
   auto body = [&](int thread) {
     for (int p = thread; p < panels; p += pool.size()) LEVELS[level].level->pack_panel(w, n, k, p, out + (size_t)p * (k / 2) * 32);
+  };
+  pool.run(body);
+}
+
+// Threads take rows dynamically, because at startup other processes may occupy their cores.
+void pagoda_quantize(void* pool_, int level, const Rounding* call) {
+  constexpr int ROWS = 16;
+  Pool& pool = *(Crew*)pool_;
+  std::atomic<int> next{0};
+  auto body = [&](int) {
+    for (int first; (first = next.fetch_add(ROWS, std::memory_order_relaxed)) < call->n;)
+      LEVELS[level].level->round_rows(*call, first, first + ROWS < call->n ? first + ROWS : call->n);
   };
   pool.run(body);
 }

@@ -221,6 +221,15 @@ struct Step {
   const int32_t* slots;          // [num_tokens] of adapters, -1: none; null if no token has one
 };
 
+// A matrix to be rounded to levels; see rounding.h.
+struct Rounding {
+  const void* weight;  // [n, k]
+  int32_t dtype;       // of the weight: 0 bf16, 1 float16, 2 float32
+  int32_t n, k, group, bits;
+  uint8_t* levels;  // [n, k]
+  float* scales;    // [n, k / group]
+};
+
 // A matrix [n, k] in levels, before it is packed.
 struct QuantSource {
   QuantForm form;
@@ -256,6 +265,7 @@ struct Level {
   void (*pack_panel)(const uint16_t* w, int n, int k, int panel, uint32_t* out);
   size_t (*quant_panel_bytes)(const QuantForm&, int k);
   void (*pack_quant_panel)(const QuantSource&, int panel, uint8_t* out);
+  void (*round_rows)(const Rounding&, int first, int last);
   void (*sample)(const SampleCall&, int phase, int first, int last);
   double (*peak)(int kind, long rounds);  // see ceilings.h
   uint64_t (*read_all)(const char* data, size_t bytes);
