@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.worker.kernels.test_quantized_kernels import FLOAT32, PLAIN_OR_FORM, assert_near, inputs, make
 
+from pagoda_worker.kernels import aten
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import NativeOps
@@ -157,8 +158,11 @@ def test_bits_of_a_row_do_not_depend_on_company_or_threads(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [512, 2048, 4864])
-def test_torch(k: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("prepacks", [True, False])
+def test_torch(k: int, dtype: torch.dtype, prepacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the definition, with shards of every width, and each row in any batch."""
+    if not prepacks:
+        monkeypatch.setattr(aten, "rows_are_independent", lambda prepacked: not prepacked)
     tuned, weight, bias = AtenOps(CPU), torch.randn(N, k).to(dtype), torch.randn(N).to(dtype)
     packed, x = tuned.pack_linear(weight, bias, MOST), torch.randn(150, k).to(dtype)
     whole = tuned.logits(x, packed)

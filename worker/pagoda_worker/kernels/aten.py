@@ -9,7 +9,8 @@ input is not rounded, even if the format says 8 bits. That costs memory and is c
 
 What makes it batch-invariant (the tests compare bit for bit):
 - oneDNN and MKL, so configured (`library_choice`), sum every output over all of K in one order, whatever the number of
-  rows; the exception is float32 with one row (a matrix-vector routine), so one row is computed as two.
+  rows; the exception is float32 with one row (a matrix-vector routine), so one row is computed as two. The oneDNN of
+  torch 2.11 does not for float32 on AVX2: a probe decides, and MKL multiplies there.
 - Reductions run per row and never across threads.
 - Elementwise kernels handle the end of a thread's range with scalar code, whose `exp` rounds differently from the
   vector code; `_slabs` cuts the work so that ranges end where rows end.
@@ -18,6 +19,7 @@ What makes it batch-invariant (the tests compare bit for bit):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -54,11 +56,15 @@ class AtenOps(HostOps):
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: to which quantised weights are converted."""
         self.device = device
-        self.batch_invariant = device.type == "cpu"  # elsewhere libraries choose a kernel by the number of rows
         self._dtype = dtype
-        self._native = _native(device)
+        native = _native(device)
+        self._prepacks = bool(native) and rows_are_independent(prepacked=True)
+        self._native = native if self._prepacks else native[:1]  # MKL multiplies in float32
+        # On a GPU, libraries choose a kernel by the number of rows.
+        self.batch_invariant = device.type == "cpu" and rows_are_independent(self._prepacks)
         dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in self._native)
-        self.numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}; linear {dtypes}; gelu by erf"
+        linear = f"linear {dtypes}{'' if self._prepacks else ' not prepacked'}"
+        self.numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}; {linear}; gelu by erf"
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> Packed:
         if isinstance(weight, QuantizedWeight):
@@ -66,18 +72,18 @@ class AtenOps(HostOps):
         if wide := bool(self._native) and weight.dtype not in self._native:
             weight, bias = weight.float(), None if bias is None else bias.float()
         parts = weight.chunk(segments, 1)
-        if self._native:
+        if self._prepacks:
             weights = [torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), None) for part in parts]
         else:
             weights = [part.clone(memory_format=torch.contiguous_format) for part in parts]  # no views of a file
-        return Packed(tuple(weights), bias, bool(self._native), wide)
+        return Packed(tuple(weights), bias, self._prepacks, wide)
 
     pack_gated = pack_linear
 
     def fill_slot(self, slots: list[LowRank | None], slot: int, factors: LowRank | None) -> None:
         if factors is not None:
             a, b = (one.to(self.device, torch.float32).contiguous() for one in (factors.a, factors.b))
-            if self._native:
+            if self._prepacks:
                 a, b = (torch.ops.mkldnn._reorder_linear_weight(one, None) for one in (a, b))
             factors = factors._replace(a=a, b=b, scales=factors.scales.to(self.device))
         slots[slot] = factors
@@ -106,7 +112,7 @@ class AtenOps(HostOps):
 
     def _linear(self, x: Tensor, packed: Packed, added: Added | None = None) -> Tensor:
         """The result is in the run dtype, like each segment, but in float32 if segments were added."""
-        return add_low_rank(x, self._base(x, packed), added, lambda x, w: _product(x, w, None, bool(self._native)))
+        return add_low_rank(x, self._base(x, packed), added, lambda x, w: _product(x, w, None, self._prepacks))
 
     def _base(self, x: Tensor, packed: Packed) -> Tensor:
         seen = x.float() if packed.wide else x
@@ -175,15 +181,26 @@ class AtenOps(HostOps):
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, prepacked: bool) -> Tensor:
+    if x.shape[0] == 1 and x.dtype == torch.float32 and x.device.type == "cpu":
+        return _product(x.expand(2, -1).contiguous(), weight, bias, prepacked)[:1]
     if not prepacked:
         return F.linear(x, weight, bias)
-    if x.shape[0] == 1 and x.dtype == torch.float32:
-        return _product(x.expand(2, -1).contiguous(), weight, bias, prepacked)[:1]
     y: Tensor = _linear_pointwise(x, weight, bias, "none", [], "")
     return y
 
 
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
+
+
+@cache
+def rows_are_independent(prepacked: bool) -> bool:
+    """Whether the bits of a row of a float32 product on this CPU are the same among few rows and among many."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 192, generator=generator) for rows in (40, 330))
+    if prepacked:
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    whole = _product(x, weight, None, prepacked)
+    return all(torch.equal(_product(x[:rows], weight, None, prepacked), whole[:rows]) for rows in (1, 2, 3, 5, 8, 17))
 
 
 def _native(device: torch.device) -> tuple[torch.dtype, ...]:
