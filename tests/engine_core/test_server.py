@@ -223,7 +223,7 @@ async def test_generate_errors_carry_status_and_code(server: Server, worker: Fak
     ):
         error = await fail(record)
         assert error.code() is status
-        assert dict(error.trailing_metadata())["pagoda-code"] == code
+        assert dict([*error.trailing_metadata()])["pagoda-code"] == code
 
 
 async def test_generate_that_is_cancelled_frees_its_blocks(server: Server, worker: FakeWorker) -> None:

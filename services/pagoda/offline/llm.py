@@ -387,8 +387,10 @@ class _Display:
         self._progress.update(self._task, completed=collector.num_ended, rates=rates)
 
     def __enter__(self) -> _Display:
-        self._progress.start()
+        if not self._progress.disable:  # rich before 14.3 would end even then with an empty line
+            self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if not self._progress.disable:
+            self._progress.stop()

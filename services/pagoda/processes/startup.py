@@ -121,4 +121,5 @@ class StartupView:
         announce(text, self._as_json)
 
     def close(self) -> None:
-        self._progress.stop()
+        if self._tasks:
+            self._progress.stop()

@@ -75,4 +75,4 @@ async def test_draining_a_worker_that_is_not_there_is_not_found(server: Server) 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await server.admin.DrainWorker(pb.DrainWorkerRequest(worker_id="nobody"))
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
-    assert dict(raised.value.trailing_metadata())["pagoda-code"] == "not_found"
+    assert dict([*raised.value.trailing_metadata()])["pagoda-code"] == "not_found"

@@ -39,7 +39,7 @@ async def test_a_plain_call_is_refused_while_the_engine_core_leaves_and_told_whe
         with pytest.raises(grpc.aio.AioRpcError, match="draining") as refused:
             await _deltas_of(server.engine.Generate(pb.GenerateRequest(record=convert.record_to_pb(late))))
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        trailers = dict(refused.value.trailing_metadata())
+        trailers = dict([*refused.value.trailing_metadata()])
         assert (trailers["pagoda-code"], trailers["pagoda-retry-after-ms"]) == ("unavailable", "12000")
         worker.hold.clear()
         tokens = [token for delta in await reading for token in delta.tokens.token_ids]
