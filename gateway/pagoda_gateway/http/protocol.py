@@ -226,7 +226,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self.asked = True
         self.scope["state"][SPARE] = True
-        self.headers.append((b"connection", b"close"))  # as if asked: else uvicorn before 0.53 would not tell the client
+        self.headers.append((b"connection", b"close"))  # as if asked: uvicorn before 0.53 does not tell the client
         super().on_headers_complete()
         self.cycle.keep_alive = False
 
