@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagoda_worker.kernels.quantized import FLOATS, powers
+from pagoda_worker.kernels.quantized import AT_ONCE, FLOATS, powers
 
-AT_ONCE = 1 << 19  # values widened together: as many as a cache holds in float32
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 

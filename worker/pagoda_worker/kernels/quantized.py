@@ -28,7 +28,7 @@ MAX_ACTIVATION = 127
 FAINT = 2.0**-100
 FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1 by bit pattern
 FAINTEST_SCALE = torch.finfo(torch.float16).tiny
-AT_ONCE = 1 << 19  # elements quantised together: as many as a cache holds in float32
+AT_ONCE = 1 << 19  # weights widened or quantised together: as many as a cache holds in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,18 @@ def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
     """
     parts = [_quantize(part, form) for part in torch.split(weight, max(1, AT_ONCE // weight.shape[1]))]
     levels, scales = (torch.cat(one) for one in zip(*parts, strict=True))
+    return around_the_middle(levels, scales, form)
+
+
+def around_the_middle(levels: torch.Tensor, scales: torch.Tensor, form: Format) -> QuantizedWeight:
+    """The weight with these levels [N, K] and scales [N, K / group], where the middle level is zero."""
     return QuantizedWeight(
-        levels=levels, scales=scales, zeros=None, bits=form.bits, activation_bits=form.activation_bits
+        levels=levels,
+        scales=scales,
+        zeros=None,
+        bits=form.bits,
+        activation_bits=form.activation_bits,
+        floats=form.floats,
     )
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pagoda_worker.checkpoints.blocks import AT_ONCE, BLOCKS, Block
+from pagoda_worker.checkpoints.blocks import BLOCKS, Block
 from pagoda_worker.checkpoints.checkpoint import Wanted
 from pagoda_worker.checkpoints.fingerprint import Entry
 from pagoda_worker.checkpoints.formats.layout import Layout, Packing, Stored
-from pagoda_worker.kernels.quantized import Format, QuantizedWeight, quantize
+from pagoda_worker.kernels.quantized import AT_ONCE, Format, QuantizedWeight, around_the_middle, quantize
 
 GROUP = 32
 SCALE_BITS = {4: 16, 8: 32}  # of a scale that the kernels keep
@@ -50,14 +50,7 @@ class BlockPacking:
         if block.levels is None:
             return quantize(block.widened(rows, torch.float32), self.form)
         levels, scales = block.levels.of(rows.reshape(-1, block.num_bytes))
-        return QuantizedWeight(
-            levels=levels.view(len(rows), -1),
-            scales=scales.view(len(rows), -1),
-            zeros=None,
-            bits=self.form.bits,
-            activation_bits=self.form.activation_bits,
-            floats=self.form.floats,
-        )
+        return around_the_middle(levels.view(len(rows), -1), scales.view(len(rows), -1), self.form)
 
 
 def block_layout(entries: Mapping[str, Entry]) -> Layout | None:

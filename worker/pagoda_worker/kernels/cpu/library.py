@@ -19,7 +19,7 @@ from pagoda_worker.kernels.cpu import build
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.cpu.operations import STRUCTS, Form, Op
 from pagoda_worker.kernels.ops import BackendError
-from pagoda_worker.kernels.quantized import Format, QuantizedWeight, exponents
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, around_the_middle, exponents
 
 # Increment this, here and in csrc/pagoda.cpp, when a function or struct of the library changes: a library of another
 # build is then refused. For changes of result bits, increment `numerics.NUMERICS_VERSION` instead.
@@ -236,9 +236,7 @@ class Library:
             scales=scales.data_ptr(),
         )
         self._library.pagoda_quantize(self._pool, self._level, ctypes.byref(call))
-        return QuantizedWeight(
-            levels=levels, scales=scales, zeros=None, bits=form.bits, activation_bits=form.activation_bits
-        )
+        return around_the_middle(levels, scales, form)
 
     def pack_quantized(self, weight: QuantizedWeight) -> torch.Tensor:
         """-> [ceil(n / 32), bytes of a panel] uint8, in the layout described in csrc/quant.h."""
