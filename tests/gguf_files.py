@@ -20,7 +20,7 @@ STRING, ARRAY = 8, 9
 # Value type -> its number in the file.
 NUMBERS = {"uint32": 4, "int32": 5, "float32": 6, "bool": 7, "uint64": 10, "float64": 12}
 PACKED = {4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 12: "d"}
-KINDS = {"F32": 0, "F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "MXFP4": 39}
+KINDS = {"F32": 0, "F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "Q4_1": 3, "Q4_K": 12, "MXFP4": 39}
 
 
 def text(value: str) -> bytes:
@@ -111,12 +111,46 @@ def _q4_0(tensor: torch.Tensor) -> bytes:
     return np.concatenate([scales.view(np.uint8), levels[:, :16] | levels[:, 16:] << 4], -1).tobytes()
 
 
+def _with_minima(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The least scales that reach all values [.., 32] from the lowest, and the lowest, which is not positive."""
+    lowest = values.min(-1).clip(max=0)
+    return (values.max(-1) - lowest) / 15, lowest
+
+
+def _levels(values: np.ndarray, scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
+    divisors = np.where(scales == 0, 1, scales)[..., None]
+    return np.rint((values - minima[..., None]) / divisors).clip(0, 15).astype(np.uint8)
+
+
+def _q4_1(tensor: torch.Tensor) -> bytes:
+    values = _blocks(tensor)
+    head = np.stack(_with_minima(values), -1).astype(np.float16)
+    levels = _levels(values, *head.astype(np.float32).T)
+    return np.concatenate([head.view(np.uint8), levels[:, :16] | levels[:, 16:] << 4], -1).tobytes()
+
+
+def _q4_k(tensor: torch.Tensor) -> bytes:
+    values = tensor.reshape(-1, 8, 32).numpy()
+    wanted = np.stack(_with_minima(values), 1) * np.float32([1, -1])[:, None]  # [B, 2, 8]
+    head = (wanted.max(-1) / 63).astype(np.float16)
+    steps = head.astype(np.float32)[..., None]
+    sixths = np.rint(wanted / np.where(steps == 0, 1, steps)).clip(0, 63).astype(np.uint8)
+    levels = _levels(values, sixths[:, 0] * steps[:, 0], -(sixths[:, 1] * steps[:, 1]))
+    low, high = sixths[..., :4], sixths[..., 4:]
+    firsts = low | high >> 4 << 6
+    lasts = high[:, 0] & 15 | (high[:, 1] & 15) << 4
+    packed = (levels[:, 0::2] | levels[:, 1::2] << 4).reshape(-1, 128)
+    return np.concatenate([head.view(np.uint8), firsts.reshape(-1, 8), lasts, packed], -1).tobytes()
+
+
 ENCODED: Mapping[str, Callable[[torch.Tensor], bytes]] = {
     "F32": lambda tensor: tensor.contiguous().numpy().tobytes(),
     "F16": lambda tensor: tensor.half().contiguous().numpy().tobytes(),
     "BF16": lambda tensor: tensor.bfloat16().contiguous().view(torch.int16).numpy().tobytes(),
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
 }
 
 NAMES = {

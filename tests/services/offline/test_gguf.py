@@ -40,12 +40,21 @@ def test_a_set_of_parts_is_served_by_its_directory(original: list[Any], tmp_path
     assert answers(str(tmp_path)) == original
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K"])
 def test_whole_numbers_answer_like_the_model_they_were_made_of(kind: str, original: list[Any], tmp_path: Path) -> None:
     """The model knows these answers well enough. Other tests check that the levels are exactly the file's."""
     found = answers(str(write_demo(tmp_path / "m.gguf", kind)))
     assert [text for _, text, _ in found[:2]] == [text for _, text, _ in original[:2]]
     assert [logprobs for _, _, logprobs in found] != [logprobs for _, _, logprobs in original]
+
+
+def test_matrices_of_several_kinds_are_served_together(original: list[Any], tmp_path: Path) -> None:
+    """As in Q4_K_M files, where values have more bits than the queries and keys that they are computed with."""
+    wider = {name: tensor for name, tensor in demo_tensors("Q8_0").items() if "attn_v" in name or "token_embd" in name}
+    path = GgufFile(demo_pairs(), demo_tensors("Q4_K") | wider).write(tmp_path / "m.gguf")
+    for dtype in ("float32", "bfloat16"):
+        found = answers(str(path), dtype=dtype)
+        assert [text for _, text, _ in found[:2]] == [text for _, text, _ in original[:2]]
 
 
 def test_a_form_holds_over_the_vocabulary_of_the_file(tmp_path: Path) -> None:

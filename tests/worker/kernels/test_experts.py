@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from tests.worker.kernels.backends import TOLERANCE, ops_of
 from tests.worker.kernels.levels import levels
 
+from pagoda_worker.kernels.cpu.library import FLOAT_LEVELS, MINIMA
 from pagoda_worker.kernels.ops import CLAMPED, Expert, Ops
 from pagoda_worker.kernels.quantized import FORMATS, QuantizedWeight, Weight, powers, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
@@ -189,24 +191,26 @@ def test_biases_and_clamped_gates(backend: tuple[str, torch.dtype], tokens: int)
         assert torch.equal(ops.moe(x[row : row + 1], logits[row : row + 1], packed, routing, CLAMPED)[0], got[row])
 
 
+@pytest.mark.parametrize("minima", [False, True], ids=["floats", "minima"])
 @pytest.mark.parametrize("level", levels())
-def test_experts_of_floats_of_four_bits(level: str) -> None:
-    """MXFP4 experts are computed as stored: close to the reference for all scales, independent of the batch."""
+def test_experts_of_floats_and_of_minima(level: str, minima: bool) -> None:
+    """They are computed as stored: close to the reference for all scales, independent of the batch."""
     generator = torch.Generator().manual_seed(10)
 
-    def floats(n: int, k: int) -> QuantizedWeight:
+    def weight(n: int, k: int) -> QuantizedWeight:
         levels = torch.randint(16, (n, k), generator=generator, dtype=torch.uint8)
         scales = powers(torch.randint(118, 127, (n, k // 32), generator=generator, dtype=torch.uint8))
-        return QuantizedWeight(levels=levels, scales=scales, zeros=None, bits=4, activation_bits=16, floats=True)
+        floats = QuantizedWeight(levels=levels, scales=scales, zeros=None, bits=4, activation_bits=16, floats=True)
+        return replace(floats, floats=False, activation_bits=8, minima=-8 * scales) if minima else floats
 
     routing, tokens = Routing(experts=4, chosen=2, renormalised=True), 40
-    experts = [Expert(floats(2 * WIDTH, HIDDEN), floats(HIDDEN, WIDTH)) for _ in range(routing.experts)]
+    experts = [Expert(weight(2 * WIDTH, HIDDEN), weight(HIDDEN, WIDTH)) for _ in range(routing.experts)]
     x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
     logits = torch.randn(tokens, routing.experts, generator=generator)
     logits[3:, 1] += 30.0  # one expert gets nearly all tokens
     ops = ops_of(level, torch.bfloat16)
     packed = ops.pack_experts(iter(experts), routing.experts)
-    assert packed.down.form == (4, 16, 32, 2)
+    assert packed.down.form == ((4, 8, 32, MINIMA) if minima else (4, 16, 32, FLOAT_LEVELS))
     got = ops.moe(x, logits, packed, routing, "silu").clone()
     expected = reference.moe(x.double(), logits, reference.pack_experts(iter(experts), 4), routing, "silu")
     assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[torch.bfloat16]

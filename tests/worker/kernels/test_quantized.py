@@ -68,6 +68,18 @@ def test_zeros_are_levels_per_group() -> None:
     assert dequantize(dataclasses.replace(weight, zeros=None)).tolist() == [[-16.0, 14.0, -0.5, 0.0]]
 
 
+def test_minima_are_numbers_per_group() -> None:
+    weight = QuantizedWeight(
+        levels=torch.tensor([[0, 15, 7, 8]], dtype=torch.uint8),
+        scales=torch.tensor([[2.0, 0.5]]),
+        zeros=None,
+        bits=4,
+        activation_bits=8,
+        minima=torch.tensor([[-3.5, 0.25]]),
+    )
+    assert dequantize(weight).tolist() == [[-3.5, 26.5, 3.75, 4.25]]
+
+
 def test_activations_are_rounded_group_by_group() -> None:
     x = torch.tensor([[127.0, -2.5, 1.5, 0.4, 0.0, 0.0, 0.0, 0.0]])
     assert round_activations(x, 4).tolist() == [[127.0, -2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]]  # ties to even

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from tests.worker.kernels.levels import levels
 
-from pagoda_worker.kernels.cpu.library import Library
-from pagoda_worker.kernels.cpu.native import FORMS, NativeOps
+from pagoda_worker.kernels.cpu.library import MIDDLE_ZERO, MINIMA, ZEROS, Library
+from pagoda_worker.kernels.cpu.native import FORMS, MINIMA_FORM, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
 from pagoda_worker.kernels.quantized import FORMATS, Format, QuantizedWeight, quantize, round_activations
@@ -24,13 +24,14 @@ pytestmark = pytest.mark.usefixtures("inference")
 
 ROWS = (1, 2, 5, 13, 64, 200)
 SHAPES = ((80, 64, 32), (96, 192, 64), (528, 256, 256), (96, 512, 128), (80, 576, 576), (80, 4096, 64))  # n, k, group
-VARIANTS = list(itertools.product(FORMS, (False, True)))  # (weight bits, activation bits), zeros
+# (weight bits, activation bits), what `quant_form` says of the levels
+VARIANTS = [*itertools.product(FORMS, (MIDDLE_ZERO, ZEROS)), (MINIMA_FORM, MINIMA)]
 FLOAT32 = 2e-6  # of the largest output: group sums in float32, against float64
 
 reference = ReferenceOps(torch.device("cpu"))
 
 
-def make(n: int, k: int, group: int, form: tuple[int, int], zeros: bool) -> QuantizedWeight:
+def make(n: int, k: int, group: int, form: tuple[int, int], kind: int) -> QuantizedWeight:
     """Levels over their whole range, including the ends."""
     bits, activation_bits = form
     levels = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8)
@@ -38,9 +39,10 @@ def make(n: int, k: int, group: int, form: tuple[int, int], zeros: bool) -> Quan
     return QuantizedWeight(
         levels=levels,
         scales=(torch.rand(n, k // group) / (1 << bits) + 1e-4).half().float(),
-        zeros=torch.randint(0, 1 << bits, (n, k // group), dtype=torch.uint8) if zeros else None,
+        zeros=torch.randint(0, 1 << bits, (n, k // group), dtype=torch.uint8) if kind == ZEROS else None,
         bits=bits,
         activation_bits=activation_bits,
+        minima=(torch.rand(n, k // group) - 0.9).half().float() if kind == MINIMA else None,
     )
 
 
@@ -55,12 +57,12 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> 
     assert float(error.max()) < tolerance
 
 
-@pytest.mark.parametrize(("form", "zeros"), VARIANTS)
+@pytest.mark.parametrize(("form", "kind"), VARIANTS)
 @pytest.mark.parametrize(("n", "k", "group"), SHAPES)
-def test_against_the_definition(ops: NativeOps, n: int, k: int, group: int, form: tuple[int, int], zeros: bool) -> None:
-    weight, bias = make(n, k, group, form, zeros), torch.randn(n).bfloat16()
+def test_against_the_definition(ops: NativeOps, n: int, k: int, group: int, form: tuple[int, int], kind: int) -> None:
+    weight, bias = make(n, k, group, form, kind), torch.randn(n).bfloat16()
     packed, expected = ops.pack_linear(weight, bias), reference.pack_linear(weight, bias)
-    assert packed.form == (*form, group, int(zeros))
+    assert packed.form == (*form, group, kind)
     for rows in ROWS if k <= 256 else (1, 13):
         x = inputs(rows, k)
         y = ops.logits(x, packed)
@@ -120,9 +122,9 @@ def test_activations_are_the_very_numbers_of_the_definition(ops: NativeOps, bits
     assert torch.equal(ops.logits(x, ops.pack_linear(weight)), round_activations(x, group))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_not_a_number_reaches_the_output(ops: NativeOps, form: tuple[int, int]) -> None:
-    packed = ops.pack_linear(make(96, 128, 64, form, False))
+@pytest.mark.parametrize(("form", "kind"), VARIANTS)
+def test_what_is_not_a_number_reaches_the_output(ops: NativeOps, form: tuple[int, int], kind: int) -> None:
+    packed = ops.pack_linear(make(96, 128, 64, form, kind))
     x = inputs(3, 128)
     x[0, 5], x[2, 70] = math.nan, math.inf
     y = ops.logits(x, packed)
@@ -130,27 +132,28 @@ def test_what_is_not_a_number_reaches_the_output(ops: NativeOps, form: tuple[int
     assert torch.equal(y[1], ops.logits(x[1:2], packed)[0])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_extremes_do_not_saturate(ops: NativeOps, form: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("form", "kind"), [(form, ZEROS) for form in FORMS] + [(MINIMA_FORM, MINIMA)])
+def test_extremes_do_not_saturate(ops: NativeOps, form: tuple[int, int], kind: int) -> None:
     """All levels and all activations are at the ends of their ranges."""
     bits, k = form[0], 2048
     for level, zero in ((0, (1 << bits) - 1), ((1 << bits) - 1, 0)):
         weight = QuantizedWeight(
             levels=torch.full((32, k), level, dtype=torch.uint8),
             scales=torch.ones(32, 1),
-            zeros=torch.full((32, 1), zero, dtype=torch.uint8),
+            zeros=torch.full((32, 1), zero, dtype=torch.uint8) if kind == ZEROS else None,
             bits=bits,
             activation_bits=form[1],
+            minima=torch.full((32, 1), -float(zero)) if kind == MINIMA else None,
         )
         for value in (127.0, -127.0):
             y = ops.logits(torch.full((3, k), value).bfloat16(), ops.pack_linear(weight))
             assert torch.equal(y, torch.full((3, 32), (level - zero) * value * k))
 
 
-@pytest.mark.parametrize(("form", "zeros"), VARIANTS)
-def test_bits_do_not_depend_on_company_or_threads(ops: NativeOps, form: tuple[int, int], zeros: bool) -> None:
+@pytest.mark.parametrize(("form", "kind"), VARIANTS)
+def test_bits_do_not_depend_on_company_or_threads(ops: NativeOps, form: tuple[int, int], kind: int) -> None:
     """Enough rows for several blocks."""
-    packed, x = ops.pack_linear(make(96, 4096, 64, form, zeros)), inputs(300, 4096)
+    packed, x = ops.pack_linear(make(96, 4096, 64, form, kind)), inputs(300, 4096)
     whole = ops.logits(x, packed)
     for size in (1, 7):
         parts = x[:29].split(size)
@@ -161,13 +164,13 @@ def test_bits_do_not_depend_on_company_or_threads(ops: NativeOps, form: tuple[in
         library.close()
 
 
-@pytest.mark.parametrize(("form", "zeros"), VARIANTS)
+@pytest.mark.parametrize(("form", "kind"), VARIANTS)
 @pytest.mark.parametrize(("k", "group", "segments"), [(2240, 2240, 1), (4480, 2240, 2), (1536, 64, 8), (1344, 64, 1)])
 def test_groups_that_come_in_parts_and_several_at_once(
-    ops: NativeOps, k: int, group: int, segments: int, form: tuple[int, int], zeros: bool
+    ops: NativeOps, k: int, group: int, segments: int, form: tuple[int, int], kind: int
 ) -> None:
     """For any number of rows in a tile and any number of blocks."""
-    weight, x = make(40, k, group, form, zeros), inputs(300, k)
+    weight, x = make(40, k, group, form, kind), inputs(300, k)
     packed, expected = ops.pack_linear(weight, None, segments), reference.pack_linear(weight, None, segments)
     whole = ops.logits(x, packed)
     assert_near(whole, reference.linear(x.double(), expected), FLOAT32)
@@ -177,17 +180,17 @@ def test_groups_that_come_in_parts_and_several_at_once(
         assert torch.equal(got, whole[: len(got)])
 
 
-PLAIN_OR_FORM: list[tuple[tuple[int, int] | None, bool]] = [(None, False), *VARIANTS]
+PLAIN_OR_FORM: list[tuple[tuple[int, int] | None, int]] = [(None, MIDDLE_ZERO), *VARIANTS]
 
 
 @pytest.mark.parametrize("group", [32, 608])
-@pytest.mark.parametrize(("form", "zeros"), PLAIN_OR_FORM)
+@pytest.mark.parametrize(("form", "kind"), PLAIN_OR_FORM)
 def test_bits_of_a_row_are_the_same_in_every_tile(
-    ops: NativeOps, form: tuple[int, int] | None, zeros: bool, group: int
+    ops: NativeOps, form: tuple[int, int] | None, kind: int, group: int
 ) -> None:
     """One row, several rows, unpacked or not: each number of rows is divided into tiles differently."""
     n, k = 80, 608
-    weight = torch.randn(n, k).bfloat16() if form is None else make(n, k, group, form, zeros)
+    weight = torch.randn(n, k).bfloat16() if form is None else make(n, k, group, form, kind)
     packed, x = ops.pack_linear(weight), inputs(40, k)
     alone = torch.cat([ops.logits(row[None], packed) for row in x])
     for rows in range(2, 41):
@@ -197,7 +200,7 @@ def test_bits_of_a_row_are_the_same_in_every_tile(
 def test_a_thread_keeps_no_rows_from_an_earlier_call(ops: NativeOps) -> None:
     """The same memory with other contents, and another matrix whose groups round it differently."""
     x, other = inputs(5, 256), inputs(5, 256)
-    first, second = (ops.pack_linear(make(96, 256, group, (8, 8), False)) for group in (256, 32))
+    first, second = (ops.pack_linear(make(96, 256, group, (8, 8), MIDDLE_ZERO)) for group in (256, 32))
     expected = ops.logits(other, first), ops.logits(other, second)
     ops.logits(x, first)
     x.copy_(other)
@@ -205,10 +208,10 @@ def test_a_thread_keeps_no_rows_from_an_earlier_call(ops: NativeOps) -> None:
     assert torch.equal(ops.logits(x, second), expected[1])
 
 
-@pytest.mark.parametrize(("form", "zeros"), VARIANTS)
-def test_levels_of_instruction_sets_agree(form: tuple[int, int], zeros: bool) -> None:
+@pytest.mark.parametrize(("form", "kind"), VARIANTS)
+def test_levels_of_instruction_sets_agree(form: tuple[int, int], kind: int) -> None:
     """Within a rounding: integer sums are equal, float32 sums nearly."""
-    weight, x = make(96, 512, 64, form, zeros), inputs(20, 512)
+    weight, x = make(96, 512, 64, form, kind), inputs(20, 512)
     outputs = []
     for level in levels():
         ops = NativeOps(Library([-1], level))
@@ -220,11 +223,11 @@ def test_levels_of_instruction_sets_agree(form: tuple[int, int], zeros: bool) ->
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(("form", "zeros"), PLAIN_OR_FORM)
+@pytest.mark.parametrize(("form", "kind"), PLAIN_OR_FORM)
 @pytest.mark.parametrize("width", [96, 40])
-def test_gated(ops: NativeOps, width: int, form: tuple[int, int] | None, zeros: bool, activation: str) -> None:
+def test_gated(ops: NativeOps, width: int, form: tuple[int, int] | None, kind: int, activation: str) -> None:
     """The epilogue on registers rounds as separate operations would."""
-    weight = torch.randn(2 * width, 128).bfloat16() / 11 if form is None else make(2 * width, 128, 32, form, zeros)
+    weight = torch.randn(2 * width, 128).bfloat16() / 11 if form is None else make(2 * width, 128, 32, form, kind)
     bias, x = torch.randn(2 * width).bfloat16(), torch.randn(14, 128).bfloat16()
     fused = ops.gated_linear(x, ops.pack_gated(weight, bias), activation)
     gate, up = ops.linear(x, ops.pack_linear(weight, bias)).chunk(2, -1)
@@ -232,6 +235,13 @@ def test_gated(ops: NativeOps, width: int, form: tuple[int, int] | None, zeros: 
     expected = act.bfloat16().double() * up.double()
     assert fused.shape == (14, width)
     assert_near(fused, expected, 2.0**-8)
+
+
+def assert_in_bfloat16(ops: NativeOps, weight: QuantizedWeight) -> None:
+    packed, x = ops.pack_linear(weight), inputs(5, weight.shape[1])
+    assert packed.form[0] == 16
+    exact = reference.pack_linear(dataclasses.replace(weight, activation_bits=16))
+    assert_near(ops.logits(x, packed), reference.linear(x.double(), exact), 2.0**-8)
 
 
 UNKNOWN = {
@@ -244,26 +254,25 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_there_is_no_kernel_for_is_computed_in_bfloat16(ops: NativeOps, name: str) -> None:
     form, group = UNKNOWN[name]
-    weight, x = make(80, 192, group, form, True), inputs(5, 192)
-    packed = ops.pack_linear(weight)
-    assert packed.form[0] == 16
-    exact = reference.pack_linear(dataclasses.replace(weight, activation_bits=16))
-    assert_near(ops.logits(x, packed), reference.linear(x.double(), exact), 2.0**-8)
+    assert_in_bfloat16(ops, make(80, 192, group, form, ZEROS))
 
 
-def test_scales_that_float16_cannot_hold_are_not_packed_as_such(ops: NativeOps) -> None:
-    weight, x = make(32, 64, 32, (4, 16), False), inputs(2, 64)
+def test_scales_and_minima_that_float16_cannot_hold_are_not_packed_as_such(ops: NativeOps) -> None:
+    weight = make(32, 64, 32, (4, 16), MIDDLE_ZERO)
     for factor in (1e-9, 1e9):
-        scaled = dataclasses.replace(weight, scales=weight.scales * factor)
-        y = ops.logits(x, ops.pack_linear(scaled))
-        assert_near(y, reference.linear(x.double(), reference.pack_linear(scaled)), 2.0**-8)
+        assert_in_bfloat16(ops, dataclasses.replace(weight, scales=weight.scales * factor))
+    assert_in_bfloat16(ops, dataclasses.replace(make(32, 64, 32, MINIMA_FORM, MINIMA), minima=torch.full((32, 2), 1e5)))
+
+
+def test_minima_and_activations_as_they_are_have_no_kernel(ops: NativeOps) -> None:
+    assert_in_bfloat16(ops, make(32, 64, 32, (4, 16), MINIMA))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_recorded_equals_immediate(ops: NativeOps, form: tuple[int, int]) -> None:
     width = 64
-    up = ops.pack_gated(make(2 * width, width, 32, form, True), torch.randn(2 * width).bfloat16())
-    down, table = ops.pack_linear(make(width, width, 32, form, False)), inputs(50, width)
+    up = ops.pack_gated(make(2 * width, width, 32, form, ZEROS), torch.randn(2 * width).bfloat16())
+    down, table = ops.pack_linear(make(width, width, 32, form, MIDDLE_ZERO)), inputs(50, width)
     norm = torch.ones(width)
 
     def forward(ops: Ops, batch: Batch, kv: object) -> tuple[torch.Tensor, ...]:

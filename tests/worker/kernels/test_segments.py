@@ -11,10 +11,10 @@ from tests.worker.kernels.test_quantized_kernels import FLOAT32, PLAIN_OR_FORM, 
 
 from pagoda_worker.kernels import aten
 from pagoda_worker.kernels.aten import AtenOps
-from pagoda_worker.kernels.cpu.library import Library
-from pagoda_worker.kernels.cpu.native import NativeOps
+from pagoda_worker.kernels.cpu.library import MIDDLE_ZERO, MINIMA, ZEROS, Library
+from pagoda_worker.kernels.cpu.native import MINIMA_FORM, NativeOps
 from pagoda_worker.kernels.ops import Ops
-from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
+from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_groups, dequantize
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.segments import MOST, num_segments, segmented, tree_sum
 
@@ -27,8 +27,8 @@ N = 80
 DTYPES = [torch.bfloat16, torch.float32]
 
 
-def weight_of(form: tuple[int, int] | None, zeros: bool, k: int, group: int) -> Weight:
-    return torch.randn(N, k).bfloat16() if form is None else make(N, k, group, form, zeros)
+def weight_of(form: tuple[int, int] | None, kind: int, k: int, group: int) -> Weight:
+    return torch.randn(N, k).bfloat16() if form is None else make(N, k, group, form, kind)
 
 
 def columns(weight: Weight, part: int, parts: int) -> Weight:
@@ -39,8 +39,7 @@ def columns(weight: Weight, part: int, parts: int) -> Weight:
 
     if isinstance(weight, torch.Tensor):
         return own(weight)
-    zeros = None if weight.zeros is None else own(weight.zeros)
-    return dataclasses.replace(weight, levels=own(weight.levels), scales=own(weight.scales), zeros=zeros)
+    return dataclasses.replace(by_groups(weight, own), levels=own(weight.levels))
 
 
 def sums_of(ops: Ops, x: torch.Tensor, weight: Weight, parts: int, segments: int) -> list[torch.Tensor]:
@@ -79,7 +78,7 @@ def test_segments_are_whole_heads_and_not_too_short(
     assert num_segments(inputs, heads) == expected
 
 
-@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("form", "kind"), [((8, 8), MIDDLE_ZERO), ((8, 8), ZEROS), (MINIMA_FORM, MINIMA)])
 @pytest.mark.parametrize(
     ("k", "group", "segments", "expected_group"),
     [
@@ -92,9 +91,9 @@ def test_segments_are_whole_heads_and_not_too_short(
     ],
 )
 def test_a_group_of_several_segments_becomes_one_for_each(
-    k: int, group: int, segments: int, expected_group: int, zeros: bool
+    k: int, group: int, segments: int, expected_group: int, form: tuple[int, int], kind: int
 ) -> None:
-    weight = make(N, k, group, (8, 8), zeros)
+    weight = make(N, k, group, form, kind)
     regrouped, fits = segmented(weight, 8)
     assert isinstance(regrouped, QuantizedWeight)
     assert (fits, regrouped.group) == (segments, expected_group)
@@ -105,9 +104,9 @@ def test_a_group_of_several_segments_becomes_one_for_each(
 # --- native -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("form", "zeros"), PLAIN_OR_FORM)
-def test_near_the_definition_in_float64(ops: NativeOps, form: tuple[int, int] | None, zeros: bool) -> None:
-    weight, segments = segmented(weight_of(form, zeros, 1024, 1024), MOST)
+@pytest.mark.parametrize(("form", "kind"), PLAIN_OR_FORM)
+def test_near_the_definition_in_float64(ops: NativeOps, form: tuple[int, int] | None, kind: int) -> None:
+    weight, segments = segmented(weight_of(form, kind, 1024, 1024), MOST)
     wide = weight if isinstance(weight, QuantizedWeight) else weight.double()
     x = inputs(13, 1024)
     expected = ReferenceOps(CPU).pack_linear(wide, None, segments)
@@ -118,13 +117,13 @@ def test_near_the_definition_in_float64(ops: NativeOps, form: tuple[int, int] | 
     )
 
 
-@pytest.mark.parametrize(("form", "zeros"), PLAIN_OR_FORM)
+@pytest.mark.parametrize(("form", "kind"), PLAIN_OR_FORM)
 @pytest.mark.parametrize(("k", "group"), SHAPES)
 def test_shards_of_every_width_add_up_to_the_whole(
-    ops: NativeOps, k: int, group: int, form: tuple[int, int] | None, zeros: bool
+    ops: NativeOps, k: int, group: int, form: tuple[int, int] | None, kind: int
 ) -> None:
     """Shards of one segment are plain layers, which other tests compare with the definition."""
-    weight, segments = segmented(weight_of(form, zeros, k, group), MOST)
+    weight, segments = segmented(weight_of(form, kind, k, group), MOST)
     assert segments == MOST
     bias = torch.randn(N).bfloat16()
     packed = ops.pack_linear(weight, bias, segments)
@@ -136,13 +135,13 @@ def test_shards_of_every_width_add_up_to_the_whole(
             assert torch.equal(tree_sum(torch.stack(sums_of(ops, x, weight, width, segments))) + bias, whole), width
 
 
-@pytest.mark.parametrize(("form", "zeros"), PLAIN_OR_FORM)
+@pytest.mark.parametrize(("form", "kind"), PLAIN_OR_FORM)
 @pytest.mark.parametrize(("k", "group"), [(1536, 64), (1536, 1536)])
 def test_bits_of_a_row_do_not_depend_on_company_or_threads(
-    ops: NativeOps, k: int, group: int, form: tuple[int, int] | None, zeros: bool
+    ops: NativeOps, k: int, group: int, form: tuple[int, int] | None, kind: int
 ) -> None:
     """One row, each number of rows in a tile, and several blocks."""
-    weight, segments = segmented(weight_of(form, zeros, k, group), MOST)
+    weight, segments = segmented(weight_of(form, kind, k, group), MOST)
     packed, x = ops.pack_linear(weight, None, segments), inputs(300, k)
     whole = ops.logits(x, packed)
     assert torch.equal(torch.cat([ops.logits(row[None], packed) for row in x[:30]]), whole[:30])

@@ -1,7 +1,7 @@
 """Matrices in blocks, as in GGUF files: rows of blocks of 32 or 256 values with scales of their own.
 
-A block is `scale * level`, or `scale * level - minimum` for smaller blocks within it. Blocks without a minimum, with
-one scale for at least 32 values, convert to our own levels without rounding (`Levels`).
+A block is `scale * level`, or `scale * level + minimum`, or consists of smaller blocks like that. Where these have 32
+values, and at most 4 bits if there are minima, they convert to our own levels without rounding any (`Levels`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,18 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 @dataclass(frozen=True)
 class Levels:
-    """(levels - 2**(bits - 1)) * scales, 32 levels per scale. `coded`: levels are E2M1 bit patterns."""
+    """32 levels per scale: (levels - 2**(bits - 1)) * scales, or levels * scales + minima.
+
+    Attributes:
+        of: Blocks [B, bytes] -> levels [B, values] uint8, and scales and, if there are any, minima [B, values / 32]
+            float32.
+        coded: Levels are E2M1 bit patterns.
+    """
 
     bits: int
-    of: Callable[[Tensor], tuple[Tensor, Tensor]]  # blocks [B, bytes] -> uint8 [B, values], float32 [B, values / 32]
+    of: Callable[[Tensor], tuple[Tensor, ...]]
     coded: bool = False
+    minima: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,13 @@ class Block:
             return self.floats(blocks)
         if self.levels is None:
             raise TypeError("a block format has neither levels nor floats")
-        levels, scales = self.levels.of(blocks)
+        levels, scales, *minima = self.levels.of(blocks)
         if self.levels.coded:
-            signed = torch.tensor(FLOATS, device=levels.device)[levels.long()]
+            numbers = torch.tensor(FLOATS, device=levels.device)[levels.long()]
         else:
-            signed = levels.float() - (1 << self.levels.bits - 1)
-        return (signed.view(*scales.shape, -1) * scales.unsqueeze(-1)).flatten(1)
+            numbers = levels.float() - (0 if minima else 1 << self.levels.bits - 1)
+        scaled = numbers.view(*scales.shape, -1) * scales.unsqueeze(-1)
+        return (scaled + minima[0].unsqueeze(-1) if minima else scaled).flatten(1)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -110,8 +118,8 @@ def _iq4_xs(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return _table(_nibbles(blocks[:, 8:].reshape(len(blocks), 8, 16)).flatten(1)), _half(blocks, 0) * scales
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:]) + _half(blocks, 2)
+def _q4_1(blocks: Tensor) -> tuple[Tensor, ...]:
+    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
@@ -143,17 +151,16 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Two float16 numbers, then 8 scales and 8 minima of 6 bits in 12 bytes: both [B, 8, 1]."""
+    """Two float16 numbers, then 8 scales and 8 minima, which are negative, of 6 bits in 12 bytes: both [B, 8]."""
     scale, minimum, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((scale & 0x3F, both & 0xF | scale >> 2 & 0x30), -1)
     minima = torch.cat((minimum & 0x3F, both >> 4 | minimum >> 2 & 0x30), -1)
-    return (_half(blocks, 0) * scales).unsqueeze(-1), (_half(blocks, 2) * minima).unsqueeze(-1)
+    return _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    scales, minima = _scales_and_minima(blocks)
-    levels = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32)
-    return (scales * levels - minima).flatten(1)
+def _q4_k(blocks: Tensor) -> tuple[Tensor, ...]:
+    levels = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 256)
+    return levels, *_scales_and_minima(blocks)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
@@ -161,7 +168,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(8, 1)
     fifth = blocks[:, 16:48].unsqueeze(1) >> shifts & 1
     levels = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32) | fifth << 4
-    return (scales * levels - minima).flatten(1)
+    return (levels * scales.unsqueeze(-1) + minima.unsqueeze(-1)).flatten(1)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
@@ -175,14 +182,14 @@ BLOCKS = {
     "Q8_0": Block(32, 34, Levels(8, _q8_0)),
     "Q4_0": Block(32, 18, Levels(4, _q4_0)),
     "MXFP4": Block(32, 17, Levels(4, _mxfp4, coded=True)),
+    "Q4_1": Block(32, 20, Levels(4, _q4_1, minima=True)),
+    "Q4_K": Block(256, 144, Levels(4, _q4_k, minima=True)),
     "Q5_0": Block(32, 22, Levels(8, _q5_0)),
     "IQ4_NL": Block(32, 18, Levels(8, _iq4_nl)),
     "IQ4_XS": Block(256, 136, Levels(8, _iq4_xs)),
-    "Q4_1": Block(32, 20, floats=_q4_1),
     "Q5_1": Block(32, 24, floats=_q5_1),
     "Q2_K": Block(256, 84, floats=_q2_k),
     "Q3_K": Block(256, 110, floats=_q3_k),
-    "Q4_K": Block(256, 144, floats=_q4_k),
     "Q5_K": Block(256, 176, floats=_q5_k),
     "Q6_K": Block(256, 210, floats=_q6_k),
 }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, dequantize, quantize, stacked
 
 
 class Source(Protocol):
@@ -32,24 +31,26 @@ class Source(Protocol):
 
 
 def joined(parts: list[Weight], dtype: torch.dtype) -> Weight:
-    """Matrices with the same inputs stacked into one; in `dtype` unless they are quantised alike."""
+    """Matrices with the same inputs stacked into one: of their own format if they are quantised alike, in int8 if they
+    differ only in what 8 bits hold nearly exactly, and otherwise in `dtype`."""
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
-    if len(quantized) < len(parts) or len({(w.bits, w.group, w.activation_bits, w.floats) for w in quantized}) > 1:
+    inputs = {(part.group, part.activation_bits) for part in quantized}
+    if len(quantized) < len(parts) or len(inputs) > 1:
         return torch.cat([_plain(part, dtype) for part in parts])
-    zeros = None
-    if any(part.zeros is not None for part in quantized):
-        zeros = torch.cat([_zeros(part) for part in quantized])
-    levels, scales = torch.cat([part.levels for part in quantized]), torch.cat([part.scales for part in quantized])
-    return replace(quantized[0], levels=levels, scales=scales, zeros=zeros)
+    if len({(part.bits, part.floats, part.minima is None) for part in quantized}) > 1:
+        if quantized[0].activation_bits != 8:
+            return torch.cat([_plain(part, dtype) for part in parts])
+        quantized = [_in_eight_bits(part) for part in quantized]
+    return stacked(quantized)
+
+
+def _in_eight_bits(part: QuantizedWeight) -> QuantizedWeight:
+    if part.bits == 8:
+        return part
+    return quantize(dequantize(part), Format(bits=8, group=part.group, activation_bits=part.activation_bits))
 
 
 def _plain(part: Weight, dtype: torch.dtype) -> torch.Tensor:
     return dequantize(part).to(dtype) if isinstance(part, QuantizedWeight) else part
-
-
-def _zeros(part: QuantizedWeight) -> torch.Tensor:
-    if part.zeros is not None:
-        return part.zeros
-    return torch.full(part.scales.shape, 1 << part.bits - 1, dtype=torch.uint8, device=part.scales.device)

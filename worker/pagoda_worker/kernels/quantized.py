@@ -4,6 +4,9 @@
 
 The scales of 4-bit weights are float16 values; a back end may store them as float16, rounding any that are not. 4-bit
 levels may also be `floats`: each then stands for an E2M1 number; scales are powers of two and there are no zeros.
+Instead of zeros, 4-bit weights may have float16 `minima`:
+
+    w[n, k] = levels[n, k] * scales[n, g] + minima[n, g]
 
 With `activation_bits` 8 the layer's input is quantised too, on the fly and separately for each token:
 
@@ -14,12 +17,12 @@ m is below FAINT. The layer is then
 
     y[t, n] = sum over g of s[t, g] * scales[n, g] * sum over k of (levels[n, k] - zeros[n, g]) * a[t, k]
 
-with an exact inner sum.
+with an exact inner sum; minima are multiplied by the sum of a[t, k], which is exact, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,6 +42,7 @@ class Format:
     group: int
     activation_bits: int
     floats: bool = False
+    minima: bool = False
 
 
 FORMATS = {
@@ -50,7 +54,8 @@ FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A matrix [N, K] in levels 0 .. 2**bits - 1. `zeros` None: the middle level, 2**(bits - 1), everywhere."""
+    """A matrix [N, K] in levels 0 .. 2**bits - 1. If it has no zeros and no minima, the middle level, 2**(bits - 1), is
+    zero everywhere."""
 
     levels: torch.Tensor  # [N, K] uint8
     scales: torch.Tensor  # [N, K / group] float32
@@ -58,6 +63,7 @@ class QuantizedWeight:
     bits: int
     activation_bits: int
     floats: bool = False
+    minima: torch.Tensor | None = None  # [N, K / group] float32
 
     @property
     def shape(self) -> torch.Size:
@@ -76,8 +82,34 @@ def by_rows(weight: Weight, move: Callable[[torch.Tensor], torch.Tensor]) -> Wei
     """The weight with its rows rearranged by `move`, which is applied to tensors [N, ..]."""
     if isinstance(weight, torch.Tensor):
         return move(weight)
-    zeros = None if weight.zeros is None else move(weight.zeros)
-    return replace(weight, levels=move(weight.levels), scales=move(weight.scales), zeros=zeros)
+    return replace(by_groups(weight, move), levels=move(weight.levels))
+
+
+def by_groups(weight: QuantizedWeight, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
+    """The weight with `change` applied to what its groups have: scales, and zeros or minima."""
+    zeros = None if weight.zeros is None else change(weight.zeros)
+    minima = None if weight.minima is None else change(weight.minima)
+    return replace(weight, scales=change(weight.scales), zeros=zeros, minima=minima)
+
+
+def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """The rows of all parts, which differ at most in whether they have zeros, in one matrix."""
+    zeros, minima = None, [part.minima for part in parts if part.minima is not None]
+    if any(part.zeros is not None for part in parts):
+        zeros = torch.cat([_zeros(part) for part in parts])
+    return replace(
+        parts[0],
+        levels=torch.cat([part.levels for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        zeros=zeros,
+        minima=torch.cat(minima) if minima else None,
+    )
+
+
+def _zeros(part: QuantizedWeight) -> torch.Tensor:
+    if part.zeros is not None:
+        return part.zeros
+    return torch.full(part.scales.shape, 1 << part.bits - 1, dtype=torch.uint8, device=part.scales.device)
 
 
 def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
@@ -134,8 +166,10 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
         known = torch.tensor(FLOATS, device=weight.levels.device)
         grouped = known[weight.levels.long()].view(len(weight.levels), -1, weight.group)
         return (grouped * weight.scales.unsqueeze(-1)).flatten(1)
-    zeros = 1 << weight.bits - 1 if weight.zeros is None else weight.zeros.float().unsqueeze(-1)
     grouped = weight.levels.reshape(len(weight.levels), -1, weight.group).float()
+    if weight.minima is not None:
+        return (grouped * weight.scales.unsqueeze(-1) + weight.minima.unsqueeze(-1)).flatten(1)
+    zeros = 1 << weight.bits - 1 if weight.zeros is None else weight.zeros.float().unsqueeze(-1)
     return ((grouped - zeros) * weight.scales.unsqueeze(-1)).flatten(1)
 
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from pagoda_worker.kernels.quantized import QuantizedWeight, Weight
+from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_groups
 
 MOST = 8  # segments of a layer, a power of two
 WIDTH = 64  # a segment's inputs are a multiple of this, so that it has whole groups of our formats
@@ -36,7 +35,7 @@ def num_segments(inputs: Sequence[int], heads: Sequence[int]) -> int:
 def segmented(weight: Weight, segments: int) -> tuple[Weight, int]:
     """The weight and its number of segments: `segments`, or fewer if boundaries would fall inside groups.
 
-    A group that spans several segments becomes one group per segment, with the same scale and zero.
+    A group that spans several segments becomes one group per segment, with the same scale and zero or minimum.
     """
     if not isinstance(weight, QuantizedWeight):
         return weight, segments
@@ -44,8 +43,7 @@ def segmented(weight: Weight, segments: int) -> tuple[Weight, int]:
     while group % (inputs // segments) and inputs // segments % group:
         segments //= 2
     times = max(1, group * segments // inputs)
-    zeros = None if weight.zeros is None else weight.zeros.repeat_interleave(times, 1)
-    return replace(weight, scales=weight.scales.repeat_interleave(times, 1), zeros=zeros), segments
+    return by_groups(weight, lambda values: values.repeat_interleave(times, 1)), segments
 
 
 def tree_sum(sums: torch.Tensor) -> torch.Tensor:

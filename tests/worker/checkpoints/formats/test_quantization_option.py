@@ -190,8 +190,9 @@ def test_matrices_of_one_format_are_joined_in_it(zeros: tuple[bool, bool]) -> No
         some_weight(5, zeros=False, bits=8),
         some_weight(5, zeros=False, group=32),
         some_weight(5, zeros=False, activation_bits=8),
+        replace(some_weight(5, zeros=False), minima=torch.ones(5, 2)),
     ],
-    ids=["plain", "bits", "group", "activations"],
+    ids=["plain", "bits", "group", "activations", "minima"],
 )
 def test_other_matrices_are_joined_in_the_run_dtype(other: Weight) -> None:
     first = some_weight(3, zeros=True)
@@ -199,3 +200,23 @@ def test_other_matrices_are_joined_in_the_run_dtype(other: Weight) -> None:
     assert isinstance(whole, torch.Tensor)
     second = dequantize(other).bfloat16() if isinstance(other, QuantizedWeight) else other
     assert torch.equal(whole, torch.cat((dequantize(first).bfloat16(), second)))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_matrices_whose_activations_are_rounded_alike_are_joined_in_eight_bits(bits: int) -> None:
+    first = replace(some_weight(3, zeros=False, activation_bits=8), minima=torch.tensor([[-0.5, 1.25]] * 3))
+    second = some_weight(5, zeros=True, bits=bits, activation_bits=8)
+    whole = joined([first, second], torch.bfloat16)
+    assert isinstance(whole, QuantizedWeight)
+    assert (whole.bits, whole.group, whole.activation_bits, whole.minima) == (8, 16, 8, None)
+    exact = torch.cat([dequantize(first), dequantize(second)])
+    half_a_level = exact.view(8, -1, 16).abs().amax(-1, keepdim=True) / 127 / 2 * 1.0001
+    assert ((dequantize(whole) - exact).view(8, -1, 16).abs() <= half_a_level).all()
+    assert bits == 4 or torch.equal(whole.levels[3:], second.levels)
+
+
+def test_matrices_with_minima_are_joined_with_them() -> None:
+    parts = [replace(some_weight(n, zeros=False, activation_bits=8), minima=torch.randn(n, 2)) for n in (3, 5)]
+    whole = joined([*parts], torch.bfloat16)
+    assert isinstance(whole, QuantizedWeight)
+    assert torch.equal(dequantize(whole), torch.cat([dequantize(part) for part in parts]))

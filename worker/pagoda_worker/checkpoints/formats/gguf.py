@@ -1,7 +1,7 @@
 """GGUF: every matrix consists of blocks of the kind that its own header names; see `checkpoints.blocks`.
 
-Blocks with one scale per 32 levels and no minimum become our levels unchanged. All others are widened and rounded to
-int8 in groups of 32, which takes about half the bytes of bfloat16.
+Blocks with one scale per 32 levels become our levels unchanged, also those of 4 bits with minima. All others are
+widened and rounded to int8 in groups of 32, which takes about half the bytes of bfloat16.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pagoda_worker.checkpoints.blocks import BLOCKS, Block
 from pagoda_worker.checkpoints.checkpoint import Wanted
 from pagoda_worker.checkpoints.fingerprint import Entry
 from pagoda_worker.checkpoints.formats.layout import Layout, Packing, Stored
-from pagoda_worker.kernels.quantized import AT_ONCE, Format, QuantizedWeight, around_the_middle, quantize
+from pagoda_worker.kernels.quantized import AT_ONCE, Format, QuantizedWeight, around_the_middle, quantize, stacked
 
 GROUP = 32
-SCALE_BITS = {4: 16, 8: 32}  # of a scale that the kernels keep
 ROUNDED = Format(bits=8, group=GROUP, activation_bits=8)
+ROUNDED_BITS = 8 + 32 / GROUP  # of a weight: its level, and its part of a float32 scale
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,13 @@ class BlockPacking:
 
     @property
     def form(self) -> Format:
-        """With 4 bits, activations are not rounded unless `quantization` asks for it, as with other checkpoints."""
+        """With 4 bits and no minima, activations are not rounded unless `quantization` asks for it, as with other
+        checkpoints."""
         levels = BLOCKS[self.kind].levels
         if levels is None or levels.bits == 8:
             return ROUNDED
-        return Format(bits=levels.bits, group=GROUP, activation_bits=16, floats=levels.coded)
+        bits = 8 if levels.minima else 16
+        return Format(bits=4, group=GROUP, activation_bits=bits, floats=levels.coded, minima=levels.minima)
 
     def tensors(self, linear: str, shape: tuple[int, int]) -> dict[str, Wanted]:
         return {"weight": Wanted(shape, (self.kind,))}
@@ -42,15 +44,16 @@ class BlockPacking:
 
     def read(self, stored: Stored) -> QuantizedWeight:
         block, rows = BLOCKS[self.kind], stored["weight"]
-        parts = [self._read(block, part) for part in torch.split(rows, max(1, AT_ONCE // stored.shape[1]))]
-        levels, scales = torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts])
-        return replace(parts[0], levels=levels, scales=scales)
+        return stacked([self._read(block, part) for part in torch.split(rows, max(1, AT_ONCE // stored.shape[1]))])
 
     def _read(self, block: Block, rows: torch.Tensor) -> QuantizedWeight:
         if block.levels is None:
             return quantize(block.widened(rows, torch.float32), self.form)
-        levels, scales = block.levels.of(rows.reshape(-1, block.num_bytes))
-        return around_the_middle(levels.view(len(rows), -1), scales.view(len(rows), -1), self.form)
+        levels, *others = (part.view(len(rows), -1) for part in block.levels.of(rows.reshape(-1, block.num_bytes)))
+        if not block.levels.minima:
+            return around_the_middle(levels, others[0], self.form)
+        scales, minima = (numbers.half().float() for numbers in others)  # Q4_K multiplies float16 by 6 bits
+        return replace(around_the_middle(levels, scales, self.form), minima=minima)
 
 
 def block_layout(entries: Mapping[str, Entry]) -> Layout | None:
@@ -70,9 +73,9 @@ def rounding_remark(entries: Mapping[str, Entry], linears: Mapping[str, tuple[in
     if not rounded:
         return ""
     values = sum(BLOCKS[entry.dtype].values * (entry.num_bytes // BLOCKS[entry.dtype].num_bytes) for entry in rounded)
-    before, after = sum(entry.num_bytes for entry in rounded), values * (8 + SCALE_BITS[8] / GROUP) / 8
+    before, after = sum(entry.num_bytes for entry in rounded), values * ROUNDED_BITS / 8
     kinds = ", ".join(sorted({entry.dtype for entry in rounded}))
     return (
-        f"{len(rounded)} matrices of {kinds} are rounded to int8 in groups of {GROUP}, as there are no kernels "
-        f"for their minima and smaller groups: {after / 2**20:.0f} MiB instead of {before / 2**20:.0f}"
+        f"{len(rounded)} matrices of {kinds} are rounded to int8 in groups of {GROUP}, as no kernel takes "
+        f"them as they are: {after / 2**20:.0f} MiB instead of {before / 2**20:.0f}"
     )

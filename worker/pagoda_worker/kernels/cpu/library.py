@@ -23,10 +23,10 @@ from pagoda_worker.kernels.quantized import Format, QuantizedWeight, around_the_
 
 # Increment this, here and in csrc/pagoda.cpp, when a function or struct of the library changes: a library of another
 # build is then refused. For changes of result bits, increment `numerics.NUMERICS_VERSION` instead.
-ABI = 17
+ABI = 18
 LEVELS = tuple(level.name for level in build.LEVELS)
 PANEL = 32  # columns of a packed panel
-FLOAT_LEVELS = 2  # a value of `QuantForm.levels`
+MIDDLE_ZERO, ZEROS, FLOAT_LEVELS, MINIMA = range(4)  # `QuantForm.levels`
 PAIR = 2  # inputs that are multiplied together
 QUANTIZED_FROM = (torch.bfloat16, torch.float16, torch.float32)  # by `Rounding.dtype`
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -111,12 +111,13 @@ class QuantSource(ctypes.Structure):
         ("levels", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("zeros", ctypes.c_void_p),
+        ("minima", ctypes.c_void_p),
     ]
 
 
 def quant_form(weight: QuantizedWeight) -> Form:
-    levels = FLOAT_LEVELS if weight.floats else int(weight.zeros is not None)
-    return weight.bits, weight.activation_bits, weight.group, levels
+    levels = FLOAT_LEVELS if weight.floats else ZEROS if weight.zeros is not None else MIDDLE_ZERO
+    return weight.bits, weight.activation_bits, weight.group, levels if weight.minima is None else MINIMA
 
 
 def _scales(weight: QuantizedWeight) -> torch.Tensor:
@@ -244,6 +245,7 @@ class Library:
         levels, form = weight.levels.contiguous(), QuantForm(*quant_form(weight))
         scales = _scales(weight).contiguous()
         zeros = None if weight.zeros is None else weight.zeros.contiguous()
+        minima = None if weight.minima is None else weight.minima.half().contiguous()
         source = QuantSource(
             form=form,
             n=n,
@@ -251,6 +253,7 @@ class Library:
             levels=levels.data_ptr(),
             scales=scales.data_ptr(),
             zeros=None if zeros is None else zeros.data_ptr(),
+            minima=None if minima is None else minima.data_ptr(),
         )
         panel_bytes = self._library.pagoda_quant_panel_bytes(ctypes.byref(form), k)
         packed = pages(-(-n // PANEL), panel_bytes, dtype=torch.uint8)

@@ -52,7 +52,7 @@ LANES = 16  # values that kernels process at a time; sizes are multiples of it
 ATTENTION_SPLIT = 256  # keys per split; see SPLIT in csrc/attention_cells.h
 BIAS_MARGIN = 64  # bias entries that attention reads beyond the last key
 FORMS = ((8, 8), (4, 8), (4, 16))  # (weight bits, activation bits) with kernels
-FLOAT_FORM = (4, 16)
+FLOAT_FORM, MINIMA_FORM = (4, 16), (4, 8)
 GROUP = 32  # the group size must be a multiple of this
 MAX_GROUP = 65536  # products of 8 by 8 bits whose sum fits in 32 bits
 BF16_FORM = (16, 16, 0, 0)
@@ -371,13 +371,16 @@ def _gate(activation: str) -> int:
 
 
 def _has_kernel(weight: QuantizedWeight) -> bool:
-    known = (weight.bits, weight.activation_bits) in FORMS and weight.group % GROUP == 0 and weight.group <= MAX_GROUP
-    if not known or weight.bits != 4:
-        return known
-    if weight.floats:
-        return (weight.bits, weight.activation_bits) == FLOAT_FORM
+    forms = (FLOAT_FORM,) if weight.floats else FORMS if weight.minima is None else (MINIMA_FORM,)
+    if (weight.bits, weight.activation_bits) not in forms or weight.group % GROUP or weight.group > MAX_GROUP:
+        return False
+    return weight.bits == 8 or weight.floats or _in_float16(weight)
+
+
+def _in_float16(weight: QuantizedWeight) -> bool:
     half, largest = torch.finfo(torch.float16), weight.scales.abs().max().item()
-    return half.tiny <= largest <= half.max  # subnormal scales are negligible beside a normal one
+    fits = half.tiny <= largest <= half.max  # subnormal scales are negligible beside a normal one
+    return fits and (weight.minima is None or weight.minima.abs().max().item() <= half.max)
 
 
 def _side_by_side(gate_up: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pagoda_proto.params import SamplingParams
-from pagoda_worker.kernels.cpu.native import FLOAT_FORM, FORMS, GROUP, NativeOps
+from pagoda_worker.kernels.cpu.native import FLOAT_FORM, FORMS, GROUP, MINIMA_FORM, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape, planes_of
 from pagoda_worker.kernels.kv_cache import quantize as quantize_kv
 from pagoda_worker.kernels.ops import ACTIVATIONS, CLAMPED, AttentionShape, Expert, Ops, Rotation
@@ -110,7 +110,7 @@ def _experts_problem(ops: NativeOps, x: torch.Tensor, generator: torch.Generator
 
 
 def _forms(weight: torch.Tensor) -> dict[str, Weight]:
-    """The weight in every form with kernels, with the middle level as zero and with explicit zeros."""
+    """The weight in every form with kernels, with the middle level as zero, zeros or minima."""
     forms: dict[str, Weight] = {"bfloat16": weight}
     for bits, activation_bits in FORMS:
         middle = quantize(weight, Format(bits=bits, group=GROUP, activation_bits=activation_bits))
@@ -118,6 +118,9 @@ def _forms(weight: torch.Tensor) -> dict[str, Weight]:
         name = f"{bits} bits, activations {activation_bits}"
         forms[name] = middle
         forms[f"{name}, zeros"] = dataclasses.replace(middle, zeros=zeros.to(torch.uint8))
+        if (bits, activation_bits) == MINIMA_FORM:
+            minima = (-middle.scales.abs() * (8 - zeros % 5)).half().float()
+            forms[f"{name}, minima"] = dataclasses.replace(middle, scales=middle.scales.abs(), minima=minima)
         if (bits, activation_bits) == FLOAT_FORM:
             scales = middle.scales.abs().log2().floor().exp2()
             forms["floats of 4 bits"] = dataclasses.replace(middle, scales=scales, floats=True)

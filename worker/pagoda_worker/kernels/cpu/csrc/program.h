@@ -14,7 +14,8 @@ struct QuantForm {
   int32_t bits;        // 8 or 4
   int32_t input_bits;  // 8: the input is rounded to 8 bits; 16: it stays bf16, only if `bits` is 4
   int32_t group;       // inputs that share scales, a multiple of 32
-  int32_t levels;      // 0: the middle level is zero; 1: explicit zeros; 2: 4-bit floats, with exponents as scales
+  int32_t levels;      // 0: the middle level is zero; 1: explicit zeros; 2: 4-bit floats, with exponents as scales; 3: minima,
+                       // only with 4-bit levels and rounded input
 };
 
 // What one adapter adds to one linear layer [n, k]; rank 0: nothing.
@@ -237,6 +238,7 @@ struct QuantSource {
   const uint8_t* levels;  // [n, k]
   const void* scales;     // [n, k / group] float32 (8 bits), float16 (4 bits) or exponents (floats, a byte)
   const uint8_t* zeros;   // [n, k / group], or null
+  const uint16_t* minima;  // [n, k / group] float16, or null
 };
 
 // The number of independent pieces of a fused operation in a step, and the memory that its pieces share. For attention also

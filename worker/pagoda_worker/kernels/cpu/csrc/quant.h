@@ -2,14 +2,15 @@
 //
 // A panel is one sequential stream. For each group of inputs that share scales it holds, for 32 columns:
 //   scales   [32] float32 (8 bits) or float16 (4 bits); for floats one byte each, the exponent
-//   zeros    [32] uint8, if the matrix has any
+//   zeros    [32] uint8, or minima [32] float16, if the matrix has any
 //   levels   8 bits: [group/4][32] words, one byte per input
 //            4 bits, input rounded to 8: [group/8][32] words, inputs 0..3 in the low nibbles of the bytes, 4..7 in the high
 //            4 bits, input in bf16: [group/8][32] words, even inputs in the nibbles of the low half, odd in the high half
 //
 // Levels are unsigned, because the instruction multiplies unsigned by signed bytes. Zeros are then handled by one number per
-// row and group: sum((level - zero) * a) = sum(level * a) - zero * sum(a), exact in integers. Groups of a segment are added
-// in order, in float32: one chain per output, so that a row's bits depend on that row alone.
+// row and group: sum((level - zero) * a) = sum(level * a) - zero * sum(a), exact in integers. Minima are multiplied by the same
+// number, and added after their group. Groups of a segment are added in order, in float32: one chain per output, so that a
+// row's bits depend on that row alone.
 //
 // 4-bit levels may also be floats (E2M1: sign, two exponent bits, one mantissa bit); their input is bf16.
 #pragma once
@@ -22,24 +23,28 @@
 
 namespace PAGODA_NS {
 
-template <int BITS_, bool ROUNDED_, bool ZEROS_, bool FLOATS_ = false>
+enum class Levels { MIDDLE, ZEROS, FLOATS, MINIMA };  // what `QuantForm.levels` says
+
+template <int BITS_, bool ROUNDED_, Levels LEVELS>
 struct Form {
   static constexpr int BITS = BITS_;
   static constexpr bool ROUNDED = ROUNDED_;  // the input is rounded to 8 bits
-  static constexpr bool ZEROS = ZEROS_;      // else the middle level is zero everywhere
+  static constexpr bool MIDDLE = LEVELS == Levels::MIDDLE, ZEROS = LEVELS == Levels::ZEROS;
+  static constexpr bool FLOATS = LEVELS == Levels::FLOATS, MINIMA = LEVELS == Levels::MINIMA;
   static constexpr int WORD = 32 / BITS;  // inputs per word
-  static constexpr bool FLOATS = FLOATS_;  // levels are floats
   static constexpr size_t SCALE_BYTES = PANEL * (BITS == 8 ? 4 : FLOATS ? 1 : 2);
-  static constexpr size_t HEAD_BYTES = SCALE_BYTES + (ZEROS ? PANEL : 0);
+  static constexpr size_t HEAD_BYTES = SCALE_BYTES + PANEL * (ZEROS ? 1 : MINIMA ? 2 : 0);
 };
 
 // Calls f with the Form that `form` describes.
 template <typename F>
 PAGODA_INLINE void with_form(const QuantForm& form, F&& f) {
-  if (form.bits == 8) return form.levels ? f(Form<8, true, true>{}) : f(Form<8, true, false>{});
-  if (form.levels == 2) return f(Form<4, false, false, true>{});
-  if (form.input_bits == 8) return form.levels ? f(Form<4, true, true>{}) : f(Form<4, true, false>{});
-  return form.levels ? f(Form<4, false, true>{}) : f(Form<4, false, false>{});
+  const bool zeros = form.levels == (int)Levels::ZEROS;
+  if (form.bits == 8) return zeros ? f(Form<8, true, Levels::ZEROS>{}) : f(Form<8, true, Levels::MIDDLE>{});
+  if (form.levels == (int)Levels::FLOATS) return f(Form<4, false, Levels::FLOATS>{});
+  if (form.levels == (int)Levels::MINIMA) return f(Form<4, true, Levels::MINIMA>{});
+  if (form.input_bits == 8) return zeros ? f(Form<4, true, Levels::ZEROS>{}) : f(Form<4, true, Levels::MIDDLE>{});
+  return zeros ? f(Form<4, false, Levels::ZEROS>{}) : f(Form<4, false, Levels::MIDDLE>{});
 }
 
 template <typename FORM>
@@ -78,6 +83,7 @@ static void pack_quant_panel(const QuantSource& w, int panel, uint8_t* out) {
         uint8_t* at = out + g * group_bytes<FORM>(group);
         memcpy(at + c * SCALE, (const uint8_t*)w.scales + (column * groups + g) * SCALE, SCALE);
         if (FORM::ZEROS) at[FORM::SCALE_BYTES + c] = w.zeros[column * groups + g];
+        if (FORM::MINIMA) memcpy(at + FORM::SCALE_BYTES + 2 * c, w.minima + column * groups + g, 2);
         const uint8_t* level = w.levels + column * w.k + (size_t)g * group;
         for (int i = 0; i < group / FORM::WORD; ++i) {
           uint32_t word = word_of<FORM>(level + i * FORM::WORD);
@@ -132,7 +138,7 @@ class RoundedRows : public Kept {
   const uint8_t* levels(int row) const { return levels_ + (size_t)(row - first()) * stride_; }
   size_t stride() const { return stride_; }  // bytes
   const float* scales(int row, int group) const { return scales_ + (size_t)group * rows_ + (row - first()); }
-  // The correction for zeros: -sum(level), times the middle level if that is zero everywhere.
+  // The correction for zeros or minima: -sum(level), times the middle level if that is zero everywhere.
   const int32_t* offsets(int row, int group) const { return offsets_ + (size_t)group * rows_ + (row - first()); }
 
  private:
@@ -173,6 +179,17 @@ PAGODA_INLINE f16 load_scales(const uint8_t* head, int column) {
   if constexpr (FORM::BITS == 8) return load((const float*)head + column);
   if constexpr (FORM::FLOATS) return load_powers(head + column);
   return load_half((const uint16_t*)head + column);
+}
+
+// total + a group's products of one rounded row, with this scale and offset, and 16 columns from `column` on. Unless the middle
+// level is zero, `sum` is that of the levels themselves.
+template <typename FORM>
+PAGODA_INLINE f16 add_scaled(f16 total, ints sum, float row_scale, int32_t offset, const uint8_t* head, f16 scale, int column) {
+  if constexpr (FORM::ZEROS) sum = sum + load_u8(head + FORM::SCALE_BYTES + column) * set1(offset);
+  total = fma(to_float(sum), scale * set1(row_scale), total);
+  if constexpr (FORM::MINIMA)
+    total = fma(load_half((const uint16_t*)(head + FORM::SCALE_BYTES) + column), set1(-(float)offset * row_scale), total);
+  return total;
 }
 
 // Adds the products of one group of ROWS rounded rows (the first at `a`) and the words of a panel: integers, exact.
@@ -254,7 +271,7 @@ static __attribute__((noinline)) void quant_tile(const LinearOp& op, const Input
         const float* scales = in.rounded.scales(from, g);
         const int32_t* offsets = in.rounded.offsets(from, g);
         ints acc[ROWS][2];
-        for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = set1(FORM::ZEROS ? 0 : offsets[r]);
+        for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = set1(FORM::MIDDLE ? offsets[r] : 0);
         const Rows<ROWS> levels(in.rounded.levels(from) + (size_t)g * group, in.rounded.stride());
         group_sums<ROWS, FORM>(levels, panel + FORM::HEAD_BYTES, group, ahead, acc);
 #pragma GCC unroll 2
@@ -262,9 +279,7 @@ static __attribute__((noinline)) void quant_tile(const LinearOp& op, const Input
           const f16 scale = load_scales<FORM>(panel, 16 * c);
 #pragma GCC unroll 16
           for (int r = 0; r < ROWS; ++r) {
-            if constexpr (FORM::ZEROS)
-              acc[r][c] = acc[r][c] + load_u8(panel + FORM::SCALE_BYTES + 16 * c) * set1(offsets[r]);
-            const f16 sum = fma(to_float(acc[r][c]), scale * set1(scales[r]), total[r][c]);
+            const f16 sum = add_scaled<FORM>(total[r][c], acc[r][c], scales[r], offsets[r], panel, scale, 16 * c);
             if (g + 1 == end) sums.put(segment, r, 16 * c, sum);
             else total[r][c] = sum;
           }

@@ -31,7 +31,7 @@ template <int ROWS, typename FORM>
 PAGODA_INLINE void begin_sums(const RoundedRows& in, int from, int group, int32_t* sums) {
   const int32_t* offsets = in.offsets(from, group);
   for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < PANEL; c += 16) store(sums + r * PANEL + c, set1(FORM::ZEROS ? 0 : offsets[r]));
+    for (int c = 0; c < PANEL; c += 16) store(sums + r * PANEL + c, set1(FORM::MIDDLE ? offsets[r] : 0));
 }
 // --- packed words -----------------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_
   else add_nibbles(Rows<ROWS>(levels, stride), words, group, ahead, sums);
 }
 
-// totals [rows][PANEL] += a group's sums, scaled. If the form has no zeros, the sums include the rows' offsets.
+// totals [rows][PANEL] += a group's sums, scaled. If the middle level is zero, the sums include the rows' offsets.
 template <typename FORM>
 PAGODA_INLINE void add_scaled(const RoundedRows& in, int from, int rows, int group, const uint8_t* head,
                               const int32_t* sums, float* totals) {
@@ -96,10 +96,8 @@ PAGODA_INLINE void add_scaled(const RoundedRows& in, int from, int rows, int gro
   for (int c = 0; c < PANEL; c += 16) {
     const f16 scale = load_scales<FORM>(head, c);
     for (int r = 0; r < rows; ++r) {
-      ints sum = load(sums + r * PANEL + c);
-      if constexpr (FORM::ZEROS) sum = sum + load_u8(head + FORM::SCALE_BYTES + c) * set1(offsets[r]);
       float* total = totals + r * PANEL + c;
-      store(total, fma(to_float(sum), scale * set1(scales[r]), load(total)));
+      store(total, add_scaled<FORM>(load(total), load(sums + r * PANEL + c), scales[r], offsets[r], head, scale, c));
     }
   }
 }

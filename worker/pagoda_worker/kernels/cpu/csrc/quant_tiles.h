@@ -19,7 +19,7 @@ static bool tiles_take(const QuantForm& form, int rows) {
 
 // If the middle level is zero everywhere, nibbles are unpacked to signed values, and the rows' offsets are not used.
 template <typename FORM>
-constexpr bool SIGNED = FORM::BITS == 4 && FORM::ROUNDED && !FORM::ZEROS;
+constexpr bool SIGNED = FORM::BITS == 4 && FORM::ROUNDED && FORM::MIDDLE;
 
 // Words of nibbles -> words of bytes, [words][PANEL] -> [2 * words][PANEL].
 template <typename FORM>
@@ -108,8 +108,9 @@ class Scaling {
         for (int r = 0; r < ROWS; ++r) {
           const auto sum = load(sums + r * PANEL + 16 * c);
           if constexpr (FORM::ROUNDED) {
-            const ints whole = with_offset(sum, rounded_.offsets(from_, g)[r], head, 16 * c);
-            total[r][c] = fma(to_float(whole), scale * set1(rounded_.scales(from_, g)[r]), total[r][c]);
+            const int32_t offset = rounded_.offsets(from_, g)[r];
+            const ints whole = FORM::MIDDLE && !SIGNED<FORM> ? sum + set1(offset) : sum;
+            total[r][c] = add_scaled<FORM>(total[r][c], whole, rounded_.scales(from_, g)[r], offset, head, scale, 16 * c);
           } else {
             total[r][c] = fma(sum, scale, total[r][c]);
           }
@@ -121,12 +122,6 @@ class Scaling {
       for (int c = 0; c < 2; ++c) store(totals_ + r * PANEL + 16 * c, total[r][c]);
     sums_ += ROWS * PANEL, totals_ += ROWS * PANEL, from_ += ROWS;
   }
-  PAGODA_INLINE_MEMBER static ints with_offset(ints sum, int32_t offset, const uint8_t* head, int column) {
-    if constexpr (FORM::ZEROS) return sum + load_u8(head + FORM::SCALE_BYTES + column) * set1(offset);
-    else if constexpr (SIGNED<FORM>) return sum;
-    else return sum + set1(offset);
-  }
-
   const RoundedRows& rounded_;
   const int group_;
   const Sum* sums_ = nullptr;
