@@ -142,8 +142,8 @@ class Template:
 
     def kill(self) -> None:
         """Kill it, and with it its child."""
-        self._killed = True
-        with contextlib.suppress(ProcessLookupError):
+        if self.alive:  # for a dead one, `Process.kill` would take the exit code that asyncio waits for
+            self._killed = True
             self.process.kill()
 
     async def end(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +18,7 @@ import pytest
 from tests.services.processes.supervising import STEADY, Running, gone, supervise
 
 from pagoda.processes.exit_codes import EXIT_CONFIG
+from pagoda.processes.template import Template
 
 pytestmark = pytest.mark.e2e
 
@@ -231,6 +234,23 @@ def test_what_fails_while_preparing_three_times_ends_the_whole(capfd: pytest.Cap
     told = capfd.readouterr().err
     assert "one died 3 times without ever becoming ready; giving up: exited with code 1\n" in told
     assert "SIGKILL" not in told
+
+
+def test_a_template_that_is_killed_twice_ends_by_the_first(capfd: pytest.CaptureFixture[str]) -> None:
+    def until_dead(pid: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):  # asyncio on Python 3.11 has a thread that waits for it
+            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+
+    async def kill_twice() -> int:
+        template = await Template.start("one", os.environ, sys.stderr.fileno(), [])
+        template.kill()
+        until_dead(template.process.pid)
+        await template.end()
+        return await template.process.wait()
+
+    assert asyncio.run(kill_twice()) == -signal.SIGKILL
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", ["one", "mute"])
