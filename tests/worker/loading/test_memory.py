@@ -169,6 +169,10 @@ def test_more_than_a_cpu_has_is_refused_by_its_name(monkeypatch: pytest.MonkeyPa
     assert num_kv_blocks(config_of(kv_cache_gib=2), Needs()) == 2 * GIB // BLOCK_BYTES
     with pytest.raises(NotEnoughMemory, match=r"kv_cache_gib=2.5 is more than the 2.0 GiB of memory"):
         num_kv_blocks(config_of(kv_cache_gib=2.5), Needs())
+    most = 2 * GIB // BLOCK_BYTES
+    assert num_kv_blocks(config_of(num_blocks=most), Needs()) == most
+    with pytest.raises(NotEnoughMemory, match=rf"num_blocks={2 * most} \(4.0 GiB\) is more than the 2.0 GiB of memory"):
+        num_kv_blocks(config_of(num_blocks=2 * most), Needs())
 
 
 def test_workers_of_one_machine_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +180,8 @@ def test_workers_of_one_machine_must_fit_together(monkeypatch: pytest.MonkeyPatc
     assert num_kv_blocks(config_of(kv_cache_gib=2, workers_here=3), Needs()) == 2 * GIB // BLOCK_BYTES
     with pytest.raises(NotEnoughMemory, match=r"kv_cache_gib=2 for each of 4 workers is more than the 6.0 GiB"):
         num_kv_blocks(config_of(kv_cache_gib=2, workers_here=4), Needs())
+    with pytest.raises(NotEnoughMemory, match=r"num_blocks=\d+ \(2.0 GiB\) for each of 4 workers"):
+        num_kv_blocks(config_of(num_blocks=2 * GIB // BLOCK_BYTES, workers_here=4), Needs())
 
 
 def test_a_later_life_is_not_refused_for_what_other_workers_have_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,8 +87,12 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
     row_blocks = kept.row_blocks(loaded.max_model_len)
     if config.num_blocks:
         blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"
+        size = kept.bytes_of(blocks)
+        _check_named(config, use, size, f"{source} ({size / GIB:.1f} GiB)", at_first)
     elif config.kv_cache_gib:
-        blocks, source = kept.blocks_in(_named(config, use, at_first)), f"kv_cache_gib={config.kv_cache_gib:g}"
+        named, source = int(config.kv_cache_gib * GIB), f"kv_cache_gib={config.kv_cache_gib:g}"
+        _check_named(config, use, named, source, at_first)
+        blocks = kept.blocks_in(named)
     else:
         usable, source = _usable(config, use, adapters_bytes, at_first)
         blocks = max(0, min(kept.blocks_in(usable, spare), config.max_rows * row_blocks))
@@ -112,15 +116,21 @@ class _Kept(NamedTuple):
 
     def blocks_in(self, usable: int, spare: int = 0) -> int:
         """The most blocks of the first table such that all tables, each with `spare` more, fit into `usable` bytes."""
+        sizes = self._block_sizes()
+        left = usable - spare * sum(sizes)
+        return bisect_right(range(max(0, left) // max(1, sizes[0]) + 1), left, key=self.bytes_of) - 1
+
+    def bytes_of(self, blocks: int) -> int:
+        """Bytes of all tables if the first has so many blocks."""
+        sizes = self._block_sizes()
+        return sum(size * one.num_blocks(blocks) for size, one in zip(sizes, self.retentions, strict=True))
+
+    def _block_sizes(self) -> list[int]:
+        """Bytes of a block of each table, in all models."""
         sizes = [0] * len(self.retentions)
         for shape in self.shapes:
             sizes[shape.table] += shape.bytes_per_block(self.block_size)
-
-        def taken(blocks: int) -> int:
-            return sum(size * one.num_blocks(blocks) for size, one in zip(sizes, self.retentions, strict=True))
-
-        left = usable - spare * sum(sizes)
-        return bisect_right(range(max(0, left) // max(1, sizes[0]) + 1), left, key=taken) - 1
+        return sizes
 
 
 def _too_few(kept: _Kept, blocks: int, max_len: int, source: str) -> str:
@@ -132,19 +142,18 @@ def _too_few(kept: _Kept, blocks: int, max_len: int, source: str) -> str:
     return f"{holds} ({source}, {needed}{per_token / 1024:.1f} KiB per token), but max_model_len is {max_len}"
 
 
-def _named(config: WorkerConfig, use: DeviceUse | None, at_first: int) -> int:
-    """Bytes of a cache of configured size; a CPU that lacks them would otherwise only fail when it fills up.
+def _check_named(config: WorkerConfig, use: DeviceUse | None, num_bytes: int, source: str, at_first: int) -> None:
+    """Refuse a cache of configured size that a CPU has no memory for; it would otherwise only fail as it fills up.
 
     A later life of a worker is judged like its first: what other workers have written since is no reason to refuse it.
     """
-    named, workers = int(config.kv_cache_gib * GIB), config.workers_here
-    if use is None and named * workers > (available := at_first or host_available_bytes(Path("/"))):
+    workers = config.workers_here
+    if use is None and num_bytes * workers > (available := at_first or host_available_bytes(Path("/"))):
         each = f" for each of {workers} workers" if workers > 1 else ""
         raise NotEnoughMemory(
-            f"kv_cache_gib={config.kv_cache_gib:g}{each} is more than the {available / GIB:.1f} GiB of memory that are "
-            f"available here: lower it, or leave it out"
+            f"{source}{each} is more than the {available / GIB:.1f} GiB of memory that are available here: "
+            f"lower it, or leave it out"
         )
-    return named
 
 
 def num_swap_blocks(
