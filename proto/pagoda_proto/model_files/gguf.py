@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -32,6 +32,8 @@ MAX_ALIGNMENT = 2**16
 STRING, ARRAY, BOOL = 8, 9, 7
 # Value type number -> `struct` format.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+NUMBERS = {form: struct.Struct(f"<{form}") for form in SCALARS.values()}
+LENGTH = NUMBERS["Q"]  # of a string, before it
 # Tensor type number -> name, values per block, bytes per block.
 TENSOR_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
@@ -82,19 +84,21 @@ class _Header:
         self.path, self.data, self.size, self.at = path, data, len(data), 0
 
     def number(self, kind: str) -> Any:
-        size = struct.calcsize(kind)
-        self.have(size)
-        self.at += size
-        return struct.unpack_from(f"<{kind}", self.data, self.at - size)[0]
+        form = NUMBERS[kind]
+        self.have(form.size)
+        self.at += form.size
+        return form.unpack_from(self.data, self.at - form.size)[0]
 
     def have(self, count: int) -> None:
         if count > self.size - self.at:
-            raise BadGguf(self.path, "the file ends within its header")
+            self._ended()
+
+    def _ended(self) -> NoReturn:
+        raise BadGguf(self.path, "the file ends within its header")
 
     def text(self, most: int) -> str:
         length = self.number("Q")
-        if length > most:
-            raise BadGguf(self.path, f"a string of {length} bytes exceeds the limit of {most}")
+        self._limit(length, most)
         self.have(length)
         self.at += length
         try:
@@ -102,12 +106,22 @@ class _Header:
         except UnicodeDecodeError as error:
             raise BadGguf(self.path, f"a string that is not UTF-8: {error}") from error
 
-    def skipped_string(self) -> None:
-        length = self.number("Q")
-        if length > MAX_STRING_BYTES:
-            raise BadGguf(self.path, f"a string of {length} bytes exceeds the limit of {MAX_STRING_BYTES}")
-        self.have(length)
-        self.at += length
+    def _limit(self, length: int, most: int) -> None:
+        if length > most:
+            raise BadGguf(self.path, f"a string of {length} bytes exceeds the limit of {most}")
+
+    def _skip_strings(self, count: int) -> None:
+        """Vocabularies have hundreds of thousands, so this loop calls nothing that it can do without."""
+        data, at, unpack_from = self.data, self.at, LENGTH.unpack_from
+        for _ in range(count):
+            if at > self.size - LENGTH.size:
+                self._ended()
+            (length,) = unpack_from(data, at)
+            if length > MAX_STRING_BYTES:
+                self._limit(length, MAX_STRING_BYTES)
+            at += LENGTH.size + length
+        self.at = at
+        self.have(0)
 
     def value(self, key: str) -> _Place:
         kind = self.number("I")
@@ -122,13 +136,12 @@ class _Header:
 
     def _skip_items(self, key: str, kind: int, count: int) -> None:
         if kind in SCALARS:
-            size = count * struct.calcsize(SCALARS[kind])
+            size = count * NUMBERS[SCALARS[kind]].size
             self.have(size)
             self.at += size
         elif kind == STRING:
-            self.have(8 * count)
-            for _ in range(count):
-                self.skipped_string()
+            self.have(LENGTH.size * count)
+            self._skip_strings(count)
         else:
             raise BadGguf(self.path, f"{key!r} has values of type {kind}, which is unknown or nested")
 
