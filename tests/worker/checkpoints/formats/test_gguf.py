@@ -89,6 +89,8 @@ def test_what_is_rounded_is_told_with_its_size() -> None:
     linears = {"a": (1, 1), "b": (1, 1), "c": (1, 1)}
     entries = {"a.weight": entry("Q5_K", 2**14), "b.weight": entry("Q6_K", 2**14), "c.weight": entry("Q8_0")}
     remark = rounding_remark(entries, linears)
-    assert remark.startswith("2 matrices of Q5_K, Q6_K are rounded to int8 in groups of 32")
+    assert remark.startswith(
+        "2 matrices of Q5_K, Q6_K, and those merged with them, are rounded to int8 in groups of 32"
+    )
     assert remark.endswith("9 MiB instead of 6")
     assert rounding_remark({"c.weight": entry("Q8_0")}, linears) == ""

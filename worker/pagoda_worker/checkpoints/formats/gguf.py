@@ -76,6 +76,6 @@ def rounding_remark(entries: Mapping[str, Entry], linears: Mapping[str, tuple[in
     before, after = sum(entry.num_bytes for entry in rounded), values * ROUNDED_BITS / 8
     kinds = ", ".join(sorted({entry.dtype for entry in rounded}))
     return (
-        f"{len(rounded)} matrices of {kinds} are rounded to int8 in groups of {GROUP}, as no kernel takes "
-        f"them as they are: {after / 2**20:.0f} MiB instead of {before / 2**20:.0f}"
+        f"{len(rounded)} matrices of {kinds}, and those merged with them, are rounded to int8 in groups of {GROUP}, "
+        f"as no kernel takes them as they are: {after / 2**20:.0f} MiB instead of {before / 2**20:.0f}"
     )
