@@ -142,9 +142,12 @@ class Template:
 
     def kill(self) -> None:
         """Kill it, and with it its child."""
-        if self.alive:  # for a dead one, `Process.kill` would take the exit code that asyncio waits for
+        if self.alive:
             self._killed = True
-            self.process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(
+                    self.process.pid, signal.SIGKILL
+                )  # `Process.kill` takes the exit code of a dead one from asyncio
 
     async def end(self) -> None:
         """Kill it; returns when it and its child are gone."""

@@ -236,7 +236,10 @@ def test_what_fails_while_preparing_three_times_ends_the_whole(capfd: pytest.Cap
     assert "SIGKILL" not in told
 
 
-def test_a_template_that_is_killed_twice_ends_by_the_first(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("by_us", [True, False])
+def test_what_ended_a_template_is_known_although_it_is_killed_again(
+    by_us: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     def until_dead(pid: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):  # asyncio on Python 3.11 has a thread that waits for it
             while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -244,7 +247,10 @@ def test_a_template_that_is_killed_twice_ends_by_the_first(capfd: pytest.Capture
 
     async def kill_twice() -> int:
         template = await Template.start("one", os.environ, sys.stderr.fileno(), [])
-        template.kill()
+        if by_us:
+            template.kill()
+        else:
+            os.kill(template.process.pid, signal.SIGKILL)
         until_dead(template.process.pid)
         await template.end()
         return await template.process.wait()

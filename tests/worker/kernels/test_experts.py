@@ -13,7 +13,7 @@ from tests.worker.kernels.levels import levels
 
 from pagoda_worker.kernels.cpu.library import FLOAT_LEVELS, MINIMA
 from pagoda_worker.kernels.ops import CLAMPED, Expert, Ops
-from pagoda_worker.kernels.quantized import FORMATS, QuantizedWeight, Weight, powers, quantize
+from pagoda_worker.kernels.quantized import FORMATS, QuantizedWeight, Weight, by_groups, powers, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.routing import Beside, Routing, choose, combine
 
@@ -216,6 +216,21 @@ def test_experts_of_floats_and_of_minima(level: str, minima: bool) -> None:
     assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[torch.bfloat16]
     for row in (0, 5, 39):
         assert torch.equal(ops.moe(x[row : row + 1], logits[row : row + 1], packed, routing, "silu")[0], got[row])
+
+
+def test_an_expert_that_was_pruned_has_the_form_of_the_others() -> None:
+    weight = QuantizedWeight(
+        levels=torch.randint(16, (2 * WIDTH, HIDDEN), dtype=torch.uint8),
+        scales=torch.ones(2 * WIDTH, 2),
+        zeros=None,
+        bits=4,
+        activation_bits=8,
+        minima=torch.full((2 * WIDTH, 2), -8.0),
+    )
+    ups = [by_groups(weight, lambda values, scale=scale: values * scale) for scale in (1.0, 2.0**-24, 0.0)]  # type: ignore[misc]
+    experts = [Expert(up, down) for up, down in zip(ups, ups, strict=True)]
+    packed = ops_of(levels()[-1], torch.bfloat16).pack_experts(iter(experts), 3)
+    assert packed.gate_up.form == packed.down.form == (4, 8, 32, MINIMA)
 
 
 def test_all_tokens_with_one_expert_and_more_tokens_than_a_block(backend: tuple[str, torch.dtype]) -> None:

@@ -16,7 +16,7 @@ from pagoda_worker.kernels.cpu.library import MIDDLE_ZERO, MINIMA, ZEROS, Librar
 from pagoda_worker.kernels.cpu.native import FORMS, MINIMA_FORM, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
-from pagoda_worker.kernels.quantized import FORMATS, Format, QuantizedWeight, quantize, round_activations
+from pagoda_worker.kernels.quantized import FORMATS, Format, QuantizedWeight, by_groups, quantize, round_activations
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.rows.batch import Batch, batch_of_spans
 
@@ -262,6 +262,26 @@ def test_scales_and_minima_that_float16_cannot_hold_are_not_packed_as_such(ops: 
     for factor in (1e-9, 1e9):
         assert_in_bfloat16(ops, dataclasses.replace(weight, scales=weight.scales * factor))
     assert_in_bfloat16(ops, dataclasses.replace(make(32, 64, 32, MINIMA_FORM, MINIMA), minima=torch.full((32, 2), 1e5)))
+
+
+def test_scales_and_minima_that_are_tiny_in_float16_are_packed(ops: NativeOps) -> None:
+    """As those of an expert that was pruned: it must have the form of the others."""
+    weight, x = make(32, 64, 32, MINIMA_FORM, MINIMA), inputs(2, 64)
+    for factor in (2.0**-20, 0.0):
+        kept = by_groups(weight, lambda values, factor=factor: (values * factor).half().float())  # type: ignore[misc]
+        packed = ops.pack_linear(kept)
+        assert packed.form == (*MINIMA_FORM, 32, MINIMA)
+        exact = reference.linear(x.double(), reference.pack_linear(kept))
+        torch.testing.assert_close(
+            ops.logits(x, packed).double(), exact, rtol=1e-4, atol=FLOAT32 * float(exact.abs().max())
+        )
+
+
+def test_a_minimum_of_zero_adds_nothing_to_the_largest_row(ops: NativeOps) -> None:
+    weight = dataclasses.replace(make(32, 64, 32, MINIMA_FORM, MINIMA), minima=torch.zeros(32, 2))
+    x = torch.full((1, 64), 2e37).bfloat16()
+    exact = reference.linear(x.double(), reference.pack_linear(weight))
+    assert_near(ops.logits(x, ops.pack_linear(by_groups(weight, lambda values: values * 2.0**-4))), exact / 16, FLOAT32)
 
 
 def test_minima_and_activations_as_they_are_have_no_kernel(ops: NativeOps) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -30,26 +30,21 @@ class Source(Protocol):
         """The embedding [V, H] as the output matrix."""
 
 
-def joined(parts: list[Weight], dtype: torch.dtype) -> Weight:
-    """Matrices with the same inputs stacked into one: of their own format if they are quantised alike, in int8 if they
-    differ only in what 8 bits hold nearly exactly, and otherwise in `dtype`."""
+def joined(
+    parts: list[Weight], dtype: torch.dtype, rounded: Callable[[torch.Tensor, Format], QuantizedWeight] = quantize
+) -> Weight:
+    """Matrices with the same inputs stacked into one: in their own format if they are quantised alike; in int8 if they
+    have groups of the same size, and one of them rounds activations; otherwise in `dtype`."""
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
-    inputs = {(part.group, part.activation_bits) for part in quantized}
-    if len(quantized) < len(parts) or len(inputs) > 1:
-        return torch.cat([_plain(part, dtype) for part in parts])
-    if len({(part.bits, part.floats, part.minima is None) for part in quantized}) > 1:
-        if quantized[0].activation_bits != 8:
-            return torch.cat([_plain(part, dtype) for part in parts])
-        quantized = [_in_eight_bits(part) for part in quantized]
-    return stacked(quantized)
-
-
-def _in_eight_bits(part: QuantizedWeight) -> QuantizedWeight:
-    if part.bits == 8:
-        return part
-    return quantize(dequantize(part), Format(bits=8, group=part.group, activation_bits=part.activation_bits))
+    if len(quantized) == len(parts):
+        if len({(w.bits, w.group, w.activation_bits, w.floats, w.minima is None) for w in quantized}) == 1:
+            return stacked(quantized)
+        if len({w.group for w in quantized}) == 1 and any(w.activation_bits == 8 for w in quantized):
+            form = Format(bits=8, group=quantized[0].group, activation_bits=8)
+            return stacked([w if w.bits == w.activation_bits == 8 else rounded(dequantize(w), form) for w in quantized])
+    return torch.cat([_plain(part, dtype) for part in parts])
 
 
 def _plain(part: Weight, dtype: torch.dtype) -> torch.Tensor:

@@ -65,6 +65,7 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
     draft: MemoryNeeds | None = None,
     *,
     use: DeviceUse | None = None,
+    on_cpu: bool = True,
     spare: int = 0,
     adapters_bytes: int = 0,
     at_first: int = 0,
@@ -72,9 +73,9 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
     """KV blocks of the first table (see `retention`), which determine those of the others; each comes with one of the
     draft model's, if there is a draft model.
 
-    `use` is that of its GPU, None on a CPU. `spare` blocks are added, and `adapters_bytes` reserved for adapters loaded
-    later, unless the cache's size is configured. `at_first` bytes of a CPU's memory were available to the first life of
-    this worker; 0: this is the first.
+    `use` is that of its GPU; None on a CPU, or if the cache's size is configured. `spare` blocks are added, and
+    `adapters_bytes` reserved for adapters loaded later, unless it is. `at_first` bytes of a CPU's memory were available
+    to the first life of this worker; 0: this is the first.
 
     Raises:
         NotEnoughMemory: not even one request of max_model_len tokens would fit, or a CPU's memory has no room for the
@@ -88,10 +89,12 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
     if config.num_blocks:
         blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"
         size = kept.bytes_of(blocks)
-        _check_named(config, use, size, f"{source} ({size / GIB:.1f} GiB)", at_first)
+        if on_cpu:
+            _check_room(config, size, f"{source} ({size / GIB:.1f} GiB)", at_first)
     elif config.kv_cache_gib:
         named, source = int(config.kv_cache_gib * GIB), f"kv_cache_gib={config.kv_cache_gib:g}"
-        _check_named(config, use, named, source, at_first)
+        if on_cpu:
+            _check_room(config, named, source, at_first)
         blocks = kept.blocks_in(named)
     else:
         usable, source = _usable(config, use, adapters_bytes, at_first)
@@ -142,13 +145,13 @@ def _too_few(kept: _Kept, blocks: int, max_len: int, source: str) -> str:
     return f"{holds} ({source}, {needed}{per_token / 1024:.1f} KiB per token), but max_model_len is {max_len}"
 
 
-def _check_named(config: WorkerConfig, use: DeviceUse | None, num_bytes: int, source: str, at_first: int) -> None:
+def _check_room(config: WorkerConfig, num_bytes: int, source: str, at_first: int) -> None:
     """Refuse a cache of configured size that a CPU has no memory for; it would otherwise only fail as it fills up.
 
     A later life of a worker is judged like its first: what other workers have written since is no reason to refuse it.
     """
     workers = config.workers_here
-    if use is None and num_bytes * workers > (available := at_first or host_available_bytes(Path("/"))):
+    if num_bytes * workers > (available := at_first or host_available_bytes(Path("/"))):
         each = f" for each of {workers} workers" if workers > 1 else ""
         raise NotEnoughMemory(
             f"{source}{each} is more than the {available / GIB:.1f} GiB of memory that are available here: "

@@ -149,7 +149,10 @@ class Packer:
 
     def _expert(self, prefix: str, names: Names, expert: int, biased: bool) -> Expert:
         up, down = [prefix + part.format(expert) for part in names.expert_up], prefix + names.expert_down.format(expert)
-        matrices = joined([self.source.linear(part) for part in up], self.dtype), self.source.linear(down)
+        matrices = (
+            joined([self.source.linear(part) for part in up], self.dtype, self.ops.quantize),
+            self.source.linear(down),
+        )
         if not biased:
             return Expert(*matrices)
         up_bias = torch.cat([self.source.tensor(f"{part}.bias") for part in up])
@@ -176,7 +179,7 @@ class Packer:
         bias = torch.cat([self.source.tensor(f"{prefix}{part}.bias") for part in parts]) if biased else None
         edges = pairwise(accumulate((weight.shape[0] for weight in weights), initial=0))
         columns = {part: slice(*edge) for part, edge in zip(parts, edges, strict=True)}
-        weight = joined(weights, self.dtype)
+        weight = joined(weights, self.dtype, self.ops.quantize)
         if order is not None:
             places = torch.tensor(order, device=self.ops.device)
             weight = by_rows(weight, lambda rows: rows.index_select(0, places))

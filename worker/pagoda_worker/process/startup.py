@@ -98,7 +98,7 @@ def _reading(config: WorkerConfig, models: Models) -> ModelRunner:
     accelerator = accelerator_of(loaded.device)
     free, total = accelerator.memory()
     use = DeviceUse(total=total, in_use=total - free, step=total // STEP_SHARE, graphs=0)
-    return ModelRunner(loaded, num_kv_blocks(config, loaded, use=use), config, None, accelerator)
+    return ModelRunner(loaded, num_kv_blocks(config, loaded, use=use, on_cpu=False), config, None, accelerator)
 
 
 def _generating(config: WorkerConfig, models: Models, recording: Progress) -> ModelRunner:
@@ -154,7 +154,7 @@ def _num_blocks(rehearsal: Rehearsal, graphs: Callable[[], int], spare: int = 0)
     config = rehearsal.config
     use = None if config.num_blocks or config.kv_cache_gib else rehearsal.device_use(graphs)
     left = rehearsal.models[0].adapters.room.left_bytes
-    return num_kv_blocks(config, *rehearsal.models, use=use, spare=spare, adapters_bytes=left)
+    return num_kv_blocks(config, *rehearsal.models, use=use, on_cpu=False, spare=spare, adapters_bytes=left)
 
 
 def _graphed(

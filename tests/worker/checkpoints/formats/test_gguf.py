@@ -60,6 +60,14 @@ def test_scales_and_minima_that_are_products_are_rounded_to_float16() -> None:
     assert not torch.equal(dequantize(weight), values)
 
 
+def test_scales_beyond_float16_are_kept() -> None:
+    raw = blocks_of("Q4_K").clone()
+    raw[:, :4] = torch.tensor([2000.0, 2000.0], dtype=torch.float16).view(torch.uint8)
+    stored = Stored("x", (8, 2048), {"x.weight"}, lambda name: raw.view(8, -1))
+    expected = BLOCKS["Q4_K"].widened(raw.view(8, -1), torch.float32)
+    assert torch.equal(dequantize(BlockPacking("Q4_K").read(stored)), expected)
+
+
 @pytest.mark.parametrize("kind", sorted(set(BLOCKS) - KEPT))
 def test_others_are_off_by_half_a_level_of_int8_at_most(kind: str) -> None:
     stored, values = layer(kind)

@@ -188,11 +188,10 @@ def test_matrices_of_one_format_are_joined_in_it(zeros: tuple[bool, bool]) -> No
     [
         torch.randn(5, 32).bfloat16(),
         some_weight(5, zeros=False, bits=8),
-        some_weight(5, zeros=False, group=32),
-        some_weight(5, zeros=False, activation_bits=8),
+        some_weight(5, zeros=False, group=32, activation_bits=8),
         replace(some_weight(5, zeros=False), minima=torch.ones(5, 2)),
     ],
-    ids=["plain", "bits", "group", "activations", "minima"],
+    ids=["plain", "bits", "group", "minima"],
 )
 def test_other_matrices_are_joined_in_the_run_dtype(other: Weight) -> None:
     first = some_weight(3, zeros=True)
@@ -202,9 +201,11 @@ def test_other_matrices_are_joined_in_the_run_dtype(other: Weight) -> None:
     assert torch.equal(whole, torch.cat((dequantize(first).bfloat16(), second)))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_matrices_whose_activations_are_rounded_alike_are_joined_in_eight_bits(bits: int) -> None:
-    first = replace(some_weight(3, zeros=False, activation_bits=8), minima=torch.tensor([[-0.5, 1.25]] * 3))
+@pytest.mark.parametrize(("bits", "minima"), [(4, True), (8, True), (8, False)])
+def test_matrices_are_joined_in_eight_bits_if_one_rounds_activations(bits: int, minima: bool) -> None:
+    first = some_weight(3, zeros=False, activation_bits=16)
+    if minima:
+        first = replace(first, activation_bits=8, minima=torch.tensor([[-0.5, 1.25]] * 3))
     second = some_weight(5, zeros=True, bits=bits, activation_bits=8)
     whole = joined([first, second], torch.bfloat16)
     assert isinstance(whole, QuantizedWeight)

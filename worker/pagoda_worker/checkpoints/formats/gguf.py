@@ -52,8 +52,14 @@ class BlockPacking:
         levels, *others = (part.view(len(rows), -1) for part in block.levels.of(rows.reshape(-1, block.num_bytes)))
         if not block.levels.minima:
             return around_the_middle(levels, others[0], self.form)
-        scales, minima = (numbers.half().float() for numbers in others)  # Q4_K multiplies float16 by 6 bits
+        scales, minima = map(_as_kept, others)
         return replace(around_the_middle(levels, scales, self.form), minima=minima)
+
+
+def _as_kept(numbers: torch.Tensor) -> torch.Tensor:
+    """Scales or minima, in Q4_K products, as the kernels keep them: rounded to float16, unless one is too large."""
+    halves = numbers.half().float()
+    return halves if bool(halves.isfinite().all()) else numbers
 
 
 def block_layout(entries: Mapping[str, Entry]) -> Layout | None:

@@ -379,8 +379,9 @@ def _has_kernel(weight: QuantizedWeight) -> bool:
 
 def _in_float16(weight: QuantizedWeight) -> bool:
     half, largest = torch.finfo(torch.float16), weight.scales.abs().max().item()
-    fits = half.tiny <= largest <= half.max  # subnormal scales are negligible beside a normal one
-    return fits and (weight.minima is None or weight.minima.abs().max().item() <= half.max)
+    if largest < half.tiny and not torch.equal(weight.scales.half().float(), weight.scales):
+        return False  # beside a normal one, subnormal scales are negligible
+    return largest <= half.max and (weight.minima is None or weight.minima.abs().max().item() <= half.max)
 
 
 def _side_by_side(gate_up: Tensor) -> Tensor:

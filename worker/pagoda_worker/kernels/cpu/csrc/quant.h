@@ -188,7 +188,7 @@ PAGODA_INLINE f16 add_scaled(f16 total, ints sum, float row_scale, int32_t offse
   if constexpr (FORM::ZEROS) sum = sum + load_u8(head + FORM::SCALE_BYTES + column) * set1(offset);
   total = fma(to_float(sum), scale * set1(row_scale), total);
   if constexpr (FORM::MINIMA)
-    total = fma(load_half((const uint16_t*)(head + FORM::SCALE_BYTES) + column), set1(-(float)offset * row_scale), total);
+    total = fma(load_half((const uint16_t*)(head + FORM::SCALE_BYTES) + column) * set1(row_scale), set1(-(float)offset), total);
   return total;
 }
 
