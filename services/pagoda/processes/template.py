@@ -144,10 +144,8 @@ class Template:
         """Kill it, and with it its child."""
         if self.alive:
             self._killed = True
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(
-                    self.process.pid, signal.SIGKILL
-                )  # `Process.kill` takes the exit code of a dead one from asyncio
+            with contextlib.suppress(ProcessLookupError):  # not `Process.kill`, which may take asyncio's exit code
+                os.kill(self.process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
         """Kill it; returns when it and its child are gone."""

@@ -227,8 +227,8 @@ def test_an_expert_that_was_pruned_has_the_form_of_the_others() -> None:
         activation_bits=8,
         minima=torch.full((2 * WIDTH, 2), -8.0),
     )
-    ups = [by_groups(weight, lambda values, scale=scale: values * scale) for scale in (1.0, 2.0**-24, 0.0)]  # type: ignore[misc]
-    experts = [Expert(up, down) for up, down in zip(ups, ups, strict=True)]
+    faint, nothing = by_groups(weight, lambda values: values * 2.0**-24), by_groups(weight, torch.zeros_like)
+    experts = [Expert(one, one) for one in (weight, faint, nothing)]
     packed = ops_of(levels()[-1], torch.bfloat16).pack_experts(iter(experts), 3)
     assert packed.gate_up.form == packed.down.form == (4, 8, 32, MINIMA)
 

@@ -121,7 +121,7 @@ def test_what_adapters_may_take_is_kept_unless_the_cache_s_memory_is_said(monkey
     monkeypatch.setattr(memory, "host_available_bytes", lambda root: 5 * GIB)
     config = config_of(max_rows=10**6)
     assert num_kv_blocks(config, Needs(), adapters_bytes=3 * GIB) == int(2 * GIB * 0.6) // BLOCK_BYTES
-    assert num_kv_blocks(config, Needs(), use=USE, adapters_bytes=3 * GIB) == (52 - 3) * GIB // BLOCK_BYTES
+    assert num_kv_blocks(config, Needs(), use=lambda: USE, adapters_bytes=3 * GIB) == (52 - 3) * GIB // BLOCK_BYTES
     assert num_kv_blocks(config_of(num_blocks=40), Needs(), adapters_bytes=9 * GIB) == 40
     with pytest.raises(NotEnoughMemory, match=r"9.00 GiB kept for adapters \(max_loras, max_lora_gib\)"):
         num_kv_blocks(config, Needs(), adapters_bytes=9 * GIB)
@@ -137,23 +137,23 @@ def test_share_of_a_cpu_machine(available: float, usable: float) -> None:
 
 def test_a_gpu_s_cache_takes_what_the_rest_leaves() -> None:
     config = config_of(max_rows=10**6)
-    assert num_kv_blocks(config, Needs(), use=USE) == (72 - 16 - 3 - 1) * GIB // BLOCK_BYTES
-    assert num_kv_blocks(config, Needs(), use=USE, spare=1) == 52 * GIB // BLOCK_BYTES - 1
+    assert num_kv_blocks(config, Needs(), use=lambda: USE) == (72 - 16 - 3 - 1) * GIB // BLOCK_BYTES
+    assert num_kv_blocks(config, Needs(), use=lambda: USE, spare=1) == 52 * GIB // BLOCK_BYTES - 1
 
 
 def test_a_draft_model_on_a_gpu_pays_for_its_blocks() -> None:
     config = config_of(max_rows=10**6)
     half = Needs((replace(SHAPE, num_layers=2),))
-    assert num_kv_blocks(config, Needs(), half, use=USE, spare=1) == 52 * GIB // (BLOCK_BYTES * 3 // 2) - 1
+    assert num_kv_blocks(config, Needs(), half, use=lambda: USE, spare=1) == 52 * GIB // (BLOCK_BYTES * 3 // 2) - 1
 
 
 def test_a_gpu_s_share_is_an_option() -> None:
     config = config_of(max_rows=10**6, gpu_memory_utilization=0.5)
-    assert num_kv_blocks(config, Needs(), use=USE) == 20 * GIB // BLOCK_BYTES
+    assert num_kv_blocks(config, Needs(), use=lambda: USE) == 20 * GIB // BLOCK_BYTES
 
 
 def test_a_gpu_s_cache_is_no_larger_than_rows_can_use() -> None:
-    assert num_kv_blocks(config_of(max_rows=4), Needs(), use=USE) == 4 * 1024 // 32
+    assert num_kv_blocks(config_of(max_rows=4), Needs(), use=lambda: USE) == 4 * 1024 // 32
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_gpu_s_cache_is_no_larger_than_rows_can_use() -> None:
 def test_what_was_configured_holds_on_a_gpu(config: WorkerConfig, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever memory its host has."""
     monkeypatch.setattr(memory, "host_available_bytes", lambda _: 0)
-    assert num_kv_blocks(config, Needs(), on_cpu=False) == blocks
+    assert num_kv_blocks(config, Needs(), use=lambda: USE) == blocks
 
 
 def test_more_than_a_cpu_has_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_a_gpu_with_too_little_left_says_where_the_rest_went() -> None:
     full = USE._replace(in_use=70 * GIB)
     message = r"0.00 GiB, which is 0.9 of the GPU's 80.00 GiB less 70.00 in use, 3.00 for a step, 1.00 for graphs"
     with pytest.raises(NotEnoughMemory, match=message + ".*raise gpu_memory_utilization, kv_cache_gib or num_blocks"):
-        num_kv_blocks(config_of(), Needs(), use=full)
+        num_kv_blocks(config_of(), Needs(), use=lambda: full)
 
 
 # --- swap space -------------------------------------------------------------------------------------------------------

@@ -176,9 +176,15 @@ def test_the_cache_takes_what_step_and_graphs_leave() -> None:
     assert told == []
 
 
-def test_nothing_is_measured_for_a_cache_of_a_given_size() -> None:
+@pytest.mark.parametrize("option", ["num_blocks", "kv_cache_gib"])
+def test_nothing_is_measured_for_a_cache_of_a_given_size(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the device nor its host."""
+    monkeypatch.setattr(memory, "host_available_bytes", lambda _: 0)
+    block_bytes = sum(shape.bytes_per_block(BLOCK) for shape in loaded_by(CapturableOps(CPU)).kv_groups)
     device = Device(free=0, total=GIB)
-    runner, _ = start(device, CapturableOps(CPU), config(num_blocks=30))
+    runner, _ = start(
+        device, CapturableOps(CPU), config(**{option: 30 if option == "num_blocks" else 30.5 * block_bytes / GIB})
+    )
     assert runner.facts.num_blocks == 30
     assert len(device.made) == 1
 

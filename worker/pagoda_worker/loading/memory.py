@@ -15,7 +15,7 @@ CPU has none: swapped blocks would lie in the same memory, where more KV blocks 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -64,8 +64,7 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
     loaded: MemoryNeeds,
     draft: MemoryNeeds | None = None,
     *,
-    use: DeviceUse | None = None,
-    on_cpu: bool = True,
+    use: Callable[[], DeviceUse] | None = None,
     spare: int = 0,
     adapters_bytes: int = 0,
     at_first: int = 0,
@@ -73,9 +72,9 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
     """KV blocks of the first table (see `retention`), which determine those of the others; each comes with one of the
     draft model's, if there is a draft model.
 
-    `use` is that of its GPU; None on a CPU, or if the cache's size is configured. `spare` blocks are added, and
-    `adapters_bytes` reserved for adapters loaded later, unless it is. `at_first` bytes of a CPU's memory were available
-    to the first life of this worker; 0: this is the first.
+    `use` measures that of its GPU, unless the cache's size is configured; None on a CPU. `spare` blocks are added, and
+    `adapters_bytes` reserved for adapters loaded later, likewise. `at_first` bytes of a CPU's memory were available to
+    the first life of this worker; 0: this is the first.
 
     Raises:
         NotEnoughMemory: not even one request of max_model_len tokens would fit, or a CPU's memory has no room for the
@@ -86,21 +85,14 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
     if not kept.shapes:
         return 0
     row_blocks = kept.row_blocks(loaded.max_model_len)
-    if config.num_blocks:
-        blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"
-        size = kept.bytes_of(blocks)
-        if on_cpu:
-            _check_room(config, size, f"{source} ({size / GIB:.1f} GiB)", at_first)
-    elif config.kv_cache_gib:
-        named, source = int(config.kv_cache_gib * GIB), f"kv_cache_gib={config.kv_cache_gib:g}"
-        if on_cpu:
-            _check_room(config, named, source, at_first)
-        blocks = kept.blocks_in(named)
+    named = bool(config.num_blocks or config.kv_cache_gib)
+    if named:
+        blocks, source = _named(config, kept, use is None, at_first)
     else:
-        usable, source = _usable(config, use, adapters_bytes, at_first)
+        usable, source = _usable(config, use and use(), adapters_bytes, at_first)
         blocks = max(0, min(kept.blocks_in(usable, spare), config.max_rows * row_blocks))
     if blocks < row_blocks:
-        options = f"{'gpu_memory_utilization, ' if use else ''}kv_cache_gib or num_blocks"
+        options = f"{'gpu_memory_utilization, ' if use and not named else ''}kv_cache_gib or num_blocks"
         problem = _too_few(kept, blocks, loaded.max_model_len, source)
         raise NotEnoughMemory(f"{problem}: lower max_model_len, or raise {options}")
     return blocks
@@ -145,18 +137,27 @@ def _too_few(kept: _Kept, blocks: int, max_len: int, source: str) -> str:
     return f"{holds} ({source}, {needed}{per_token / 1024:.1f} KiB per token), but max_model_len is {max_len}"
 
 
-def _check_room(config: WorkerConfig, num_bytes: int, source: str, at_first: int) -> None:
-    """Refuse a cache of configured size that a CPU has no memory for; it would otherwise only fail as it fills up.
+def _named(config: WorkerConfig, kept: _Kept, on_cpu: bool, at_first: int) -> tuple[int, str]:
+    """Blocks of a cache of configured size, and the option; a CPU that lacks the memory would only fail as it fills up.
 
     A later life of a worker is judged like its first: what other workers have written since is no reason to refuse it.
     """
+    if config.num_blocks:
+        blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"
+        num_bytes = kept.bytes_of(blocks)
+        what = f"{source} ({num_bytes / GIB:.1f} GiB)"
+    else:
+        what = source = f"kv_cache_gib={config.kv_cache_gib:g}"
+        num_bytes = int(config.kv_cache_gib * GIB)
+        blocks = kept.blocks_in(num_bytes)
     workers = config.workers_here
-    if num_bytes * workers > (available := at_first or host_available_bytes(Path("/"))):
+    if on_cpu and num_bytes * workers > (available := at_first or host_available_bytes(Path("/"))):
         each = f" for each of {workers} workers" if workers > 1 else ""
         raise NotEnoughMemory(
-            f"{source}{each} is more than the {available / GIB:.1f} GiB of memory that are available here: "
-            f"lower it, or leave it out"
+            f"{what}{each} is more than the {available / GIB:.1f} GiB of memory that are available here: lower it, or "
+            f"leave it out"
         )
+    return blocks, source
 
 
 def num_swap_blocks(

@@ -96,9 +96,12 @@ def _reading(config: WorkerConfig, models: Models) -> ModelRunner:
     if loaded.device.type == "cpu":
         return ModelRunner(loaded, num_kv_blocks(config, loaded, at_first=models.available), config)
     accelerator = accelerator_of(loaded.device)
-    free, total = accelerator.memory()
-    use = DeviceUse(total=total, in_use=total - free, step=total // STEP_SHARE, graphs=0)
-    return ModelRunner(loaded, num_kv_blocks(config, loaded, use=use, on_cpu=False), config, None, accelerator)
+
+    def use() -> DeviceUse:
+        free, total = accelerator.memory()
+        return DeviceUse(total=total, in_use=total - free, step=total // STEP_SHARE, graphs=0)
+
+    return ModelRunner(loaded, num_kv_blocks(config, loaded, use=use), config, None, accelerator)
 
 
 def _generating(config: WorkerConfig, models: Models, recording: Progress) -> ModelRunner:
@@ -152,9 +155,10 @@ def runner_on_device(
 def _num_blocks(rehearsal: Rehearsal, graphs: Callable[[], int], spare: int = 0) -> int:
     rehearsal.warm_up()
     config = rehearsal.config
-    use = None if config.num_blocks or config.kv_cache_gib else rehearsal.device_use(graphs)
     left = rehearsal.models[0].adapters.room.left_bytes
-    return num_kv_blocks(config, *rehearsal.models, use=use, on_cpu=False, spare=spare, adapters_bytes=left)
+    return num_kv_blocks(
+        config, *rehearsal.models, use=lambda: rehearsal.device_use(graphs), spare=spare, adapters_bytes=left
+    )
 
 
 def _graphed(

@@ -188,10 +188,11 @@ def test_matrices_of_one_format_are_joined_in_it(zeros: tuple[bool, bool]) -> No
     [
         torch.randn(5, 32).bfloat16(),
         some_weight(5, zeros=False, bits=8),
+        some_weight(5, zeros=False, group=32),
         some_weight(5, zeros=False, group=32, activation_bits=8),
         replace(some_weight(5, zeros=False), minima=torch.ones(5, 2)),
     ],
-    ids=["plain", "bits", "group", "minima"],
+    ids=["plain", "bits", "group", "group, activations", "minima"],
 )
 def test_other_matrices_are_joined_in_the_run_dtype(other: Weight) -> None:
     first = some_weight(3, zeros=True)

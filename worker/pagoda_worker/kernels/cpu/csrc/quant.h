@@ -184,7 +184,7 @@ PAGODA_INLINE f16 load_scales(const uint8_t* head, int column) {
 // total + a group's products of one rounded row, with this scale and offset, and 16 columns from `column` on. Unless the middle
 // level is zero, `sum` is that of the levels themselves.
 template <typename FORM>
-PAGODA_INLINE f16 add_scaled(f16 total, ints sum, float row_scale, int32_t offset, const uint8_t* head, f16 scale, int column) {
+PAGODA_INLINE f16 add_group(f16 total, ints sum, float row_scale, int32_t offset, const uint8_t* head, f16 scale, int column) {
   if constexpr (FORM::ZEROS) sum = sum + load_u8(head + FORM::SCALE_BYTES + column) * set1(offset);
   total = fma(to_float(sum), scale * set1(row_scale), total);
   if constexpr (FORM::MINIMA)
@@ -279,7 +279,7 @@ static __attribute__((noinline)) void quant_tile(const LinearOp& op, const Input
           const f16 scale = load_scales<FORM>(panel, 16 * c);
 #pragma GCC unroll 16
           for (int r = 0; r < ROWS; ++r) {
-            const f16 sum = add_scaled<FORM>(total[r][c], acc[r][c], scales[r], offsets[r], panel, scale, 16 * c);
+            const f16 sum = add_group<FORM>(total[r][c], acc[r][c], scales[r], offsets[r], panel, scale, 16 * c);
             if (g + 1 == end) sums.put(segment, r, 16 * c, sum);
             else total[r][c] = sum;
           }

@@ -97,7 +97,7 @@ PAGODA_INLINE void add_scaled(const RoundedRows& in, int from, int rows, int gro
     const f16 scale = load_scales<FORM>(head, c);
     for (int r = 0; r < rows; ++r) {
       float* total = totals + r * PANEL + c;
-      store(total, add_scaled<FORM>(load(total), load(sums + r * PANEL + c), scales[r], offsets[r], head, scale, c));
+      store(total, add_group<FORM>(load(total), load(sums + r * PANEL + c), scales[r], offsets[r], head, scale, c));
     }
   }
 }

@@ -110,7 +110,7 @@ class Scaling {
           if constexpr (FORM::ROUNDED) {
             const int32_t offset = rounded_.offsets(from_, g)[r];
             const ints whole = FORM::MIDDLE && !SIGNED<FORM> ? sum + set1(offset) : sum;
-            total[r][c] = add_scaled<FORM>(total[r][c], whole, rounded_.scales(from_, g)[r], offset, head, scale, 16 * c);
+            total[r][c] = add_group<FORM>(total[r][c], whole, rounded_.scales(from_, g)[r], offset, head, scale, 16 * c);
           } else {
             total[r][c] = fma(sum, scale, total[r][c]);
           }
