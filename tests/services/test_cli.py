@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.cli import COMMANDS
+from pagoda.settings.flags import TITLES
 
 Done = subprocess.CompletedProcess[str]
 Told = Callable[..., Done]
@@ -95,6 +96,12 @@ def test_serve_has_the_flags_people_know(told: Told) -> None:
     text = told("serve", "--help").stdout
     flags = ("--port", "--served-model-name", "--max-model-len", "--dtype", "--workers", "--kv-cache-gib", "--config")
     assert all(flag in text for flag in flags)
+
+
+def test_the_flags_of_serve_are_in_groups_and_the_common_ones_come_first(told: Told) -> None:
+    text = told("serve", "--help").stdout
+    places = [text.index(f"\n{title}:\n") for title in ("common options", *TITLES.values())]
+    assert places[0] < text.index("\n  --kv-cache-gib") < min(places[1:])
 
 
 @pytest.mark.parametrize(

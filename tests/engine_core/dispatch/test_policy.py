@@ -26,3 +26,10 @@ def test_what_nobody_waits_for_comes_after_all_else() -> None:
 def test_priority_orders_by_priority_then_arrival() -> None:
     urgent, early, late = make_request(9.0, level=-1), make_request(1.0), make_request(2.0)
     assert sorted([late, early, urgent], key=priority) == [urgent, early, late]
+
+
+def test_no_priority_starves() -> None:
+    """A level is worth ten seconds of waiting, so urgent requests overtake a patient one only for so long."""
+    patient = make_request(0.0, level=5)
+    for waited, first in ((49.0, False), (51.0, True)):
+        assert (priority(patient) < priority(make_request(waited))) is first

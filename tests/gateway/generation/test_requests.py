@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,35 @@ async def test_long_texts_are_tokenised_beside_the_event_loop(tmp_path: Path, mo
     await completion_records(gateway.context, completion(prompt=["hello", long]))
     await chat_record(gateway.context, chat(messages=[{"role": "user", "content": long}]))
     assert [thread is threading.main_thread() for thread in threads] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("where", ["tools", "arguments"])
+async def test_long_tools_and_arguments_are_rendered_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    gateway = make_gateway(tmp_path)
+    threads: list[threading.Thread] = []
+    render = type(gateway.text).render_marked
+
+    def watched(*args: Any) -> str:
+        threads.append(threading.current_thread())
+        return render(*args)
+
+    monkeypatch.setattr(type(gateway.text), "render_marked", watched)
+    gateway.engine.load = Load(engine_id="x", max_model_len=100_000)
+    user = {"role": "user", "content": "hello"}
+    for long in ("hello", "hello" * text_pool.INLINE_SIZE):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"text": long})}}
+        tool = {"type": "function", "function": {"name": "f", "description": long, "parameters": {"type": "object"}}}
+        turns = [
+            user,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "x"},
+        ]
+        await chat_record(
+            gateway.context, chat(messages=[user], tools=[tool]) if where == "tools" else chat(messages=turns)
+        )
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_the_authors_defaults_yield_to_the_request(tmp_path: Path) -> None:

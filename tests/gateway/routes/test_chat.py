@@ -402,6 +402,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0]"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
     ({"messages": [IMAGE]}, "messages[0].content[0]"),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"temperature": -1}, "temperature"),

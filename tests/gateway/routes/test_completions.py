@@ -266,6 +266,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"max_tokens": 10**9}, "max_tokens"),
     ({"messages": []}, "messages"),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"bad_words": ["x"] * 65}, "bad_words"),
 ]
 
