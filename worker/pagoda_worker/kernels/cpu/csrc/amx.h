@@ -47,7 +47,6 @@ class Tiles {
 // Prefetches `step` bytes with each product. For a single block of rows: the same panel, from memory into the second-level
 // cache and, closer to use, into the first. For several blocks: the next panel, into a cache that has room for both.
 struct TileAhead {
-  static constexpr int FAR = 16384, NEAR = 4096;  // prefetch distances in bytes
   const char* at;
   size_t step;
   bool single;
@@ -56,12 +55,12 @@ struct TileAhead {
     const size_t blocks = (size_t)(rows + TILE_BLOCK - 1) / TILE_BLOCK;
     single = blocks == 1;
     step = product_bytes / blocks / 64 * 64;
-    at = (const char*)panel + (single ? FAR : bytes);
+    at = (const char*)panel + (single ? FAR_AHEAD : bytes);
   }
   PAGODA_INLINE_MEMBER void fetch() {
     for (const char* to = at + step; at < to; at += 64) {
-      prefetch_later(at);
-      if (single) prefetch(at - FAR + NEAR);
+      if (single) prefetch_twice(at);
+      else prefetch_later(at);
     }
   }
   // Skips bytes of the same panel that belong to no product.

@@ -16,7 +16,6 @@ namespace PAGODA_NS {
 constexpr size_t PANEL_ROW = 4 * PANEL;  // bytes
 // Prefetch distance in bytes; may reach past the end. Where groups take turns, it spans a whole turn.
 constexpr int FETCH_AHEAD = groups_of(MAX_ROWS, 2) == 2 ? 8192 : 16384;
-constexpr int LATER_AHEAD = 4096;  // for prefetches into the second-level cache, which is quickly reached
 
 // w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
 static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out) {
@@ -128,7 +127,7 @@ PAGODA_INLINE void in_tiles(int first, int last, F&& f) {
   }
 }
 
-enum class Fetch : uint8_t { NOTHING, NEAR, LATER, PAST };  // as an int in Ahead, it makes gcc spill sums at AVX2
+enum class Fetch : uint8_t { NOTHING, NEAR, TWICE, PAST };  // as an int in Ahead, it makes gcc spill sums at AVX2
 
 // What to prefetch while rows pass a panel. A single tile fetches the same panel, a little ahead; that data need not stay in
 // any cache. Several tiles find the panel in a near cache, and each fetches a share of the next panel. A step covers one row
@@ -144,12 +143,12 @@ struct Ahead {
     step = (PANEL_ROW + times - 1) / times;
     half = step / 2;
     single = tiles == 1;
-    how = !single ? Fetch::NEAR : past_caches() ? Fetch::PAST : turns == 1 ? Fetch::LATER : Fetch::NEAR;
-    at = (const char*)panel + (!single ? bytes : how == Fetch::LATER ? LATER_AHEAD : FETCH_AHEAD);
+    how = !single ? Fetch::NEAR : past_caches() ? Fetch::PAST : turns == 1 ? Fetch::TWICE : Fetch::NEAR;
+    at = (const char*)panel + (!single ? bytes : how == Fetch::TWICE ? FAR_AHEAD : FETCH_AHEAD);
   }
   PAGODA_INLINE_MEMBER void fetch() {
     if (how == Fetch::PAST) fetch<Fetch::PAST>();
-    else if (how == Fetch::LATER) fetch<Fetch::LATER>();
+    else if (how == Fetch::TWICE) fetch<Fetch::TWICE>();
     else fetch<Fetch::NEAR>();
   }
   template <Fetch FETCH>
@@ -158,9 +157,9 @@ struct Ahead {
     if constexpr (FETCH == Fetch::PAST) {
       prefetch_past(at);
       prefetch_past(at + half);
-    } else if constexpr (FETCH == Fetch::LATER) {
-      prefetch_later(at);
-      prefetch_later(at + half);
+    } else if constexpr (FETCH == Fetch::TWICE) {
+      prefetch_twice(at);
+      prefetch_twice(at + half);
     } else {
       prefetch(at);
       prefetch(at + half);
@@ -205,7 +204,7 @@ PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, 
 template <typename NUMBERS, int ROWS>
 PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, Ahead& ahead, typename NUMBERS::Value* sums) {
   if (ahead.how == Fetch::PAST) add_both<NUMBERS, ROWS, Fetch::PAST>(x, panel, num_pairs, ahead, sums);
-  else if (ahead.how == Fetch::LATER) add_both<NUMBERS, ROWS, Fetch::LATER>(x, panel, num_pairs, ahead, sums);
+  else if (ahead.how == Fetch::TWICE) add_both<NUMBERS, ROWS, Fetch::TWICE>(x, panel, num_pairs, ahead, sums);
   else add_both<NUMBERS, ROWS, Fetch::NEAR>(x, panel, num_pairs, ahead, sums);
 }
 

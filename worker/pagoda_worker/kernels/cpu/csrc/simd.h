@@ -273,6 +273,13 @@ PAGODA_INLINE void prefetch_later(const void*) {}
 PAGODA_INLINE void prefetch_past(const void*) {}
 PAGODA_INLINE bool past_caches() { return false; }
 #endif
+// For a stream that is read once, where `far` is FAR_AHEAD bytes ahead: from memory into the second-level cache, and what is
+// NEAR_AHEAD bytes ahead from there into the first.
+constexpr int FAR_AHEAD = 16384, NEAR_AHEAD = 4096;
+PAGODA_INLINE void prefetch_twice(const char* far) {
+  prefetch_later(far);
+  prefetch(far - FAR_AHEAD + NEAR_AHEAD);
+}
 // For data that is read once. Each choice would need its own loop, for which AVX2 lacks registers.
 PAGODA_INLINE void prefetch_once(const void* p, bool past = past_caches()) {
   if (PAGODA_LEVEL >= 2 && past) prefetch_past(p);
