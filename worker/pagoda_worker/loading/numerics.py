@@ -18,7 +18,7 @@ from pagoda_worker.library_choice import libraries_in_force
 
 # Raised whenever a change of the arithmetic (order of sums, rounding, fusion) changes bits. A change of how the library
 # is called raises `kernels.cpu.library.ABI` instead, which no other machine sees.
-NUMERICS_VERSION = 10
+NUMERICS_VERSION = 11
 
 
 def numerics_id(ops: Ops, kv_shape: KVShape, implementation: str, weights: str = "as stored") -> str:

@@ -78,7 +78,7 @@ def test_others_are_off_by_half_a_level_of_int8_at_most(kind: str) -> None:
 
 
 def test_forms() -> None:
-    assert BlockPacking("Q4_0").form == Format(bits=4, group=32, activation_bits=16)
+    assert BlockPacking("Q4_0").form == Format(bits=4, group=32, activation_bits=8)
     for kind in ("Q4_1", "Q4_K"):
         assert BlockPacking(kind).form == Format(bits=4, group=32, activation_bits=8, minima=True)
     assert BlockPacking("MXFP4").form == Format(bits=4, group=32, activation_bits=16, floats=True)

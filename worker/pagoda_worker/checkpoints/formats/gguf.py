@@ -28,12 +28,12 @@ class BlockPacking:
 
     @property
     def form(self) -> Format:
-        """With 4 bits and no minima, activations are not rounded unless `quantization` asks for it, as with other
-        checkpoints."""
+        """Activations are rounded, as by the format's own program, except where levels are floats: no kernel does
+        that."""
         levels = BLOCKS[self.kind].levels
         if levels is None or levels.bits == 8:
             return ROUNDED
-        bits = 8 if levels.minima else 16
+        bits = 16 if levels.coded else 8
         return Format(bits=4, group=GROUP, activation_bits=bits, floats=levels.coded, minima=levels.minima)
 
     def tensors(self, linear: str, shape: tuple[int, int]) -> dict[str, Wanted]:

@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Two builds of the kernel library, compared step by step on a real model: is a change faster, and are bits the same?
+
+    python bench/builds.py MODEL OLD.so NEW.so [--rows 8] [--quantization int4] [--instruction-set avx2]
+
+Every step is computed by both builds; which of them goes first changes from step to step. Computing a step again writes
+the same keys and values again. A machine's speed drifts within seconds, so only neighbours in time are compared: what
+counts is the median over steps of time(OLD) / time(NEW). Exits 1 if any result of a step differs in any bit.
+
+Both builds must have this tree's ABI. `python worker/pagoda_worker/kernels/cpu/build.py` builds a tree's library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pagoda.bench.latency import make_prompts, run_batch
+from pagoda.offline.local import Local
+from pagoda.settings.numbers import whole
+from pagoda_proto.params import SamplingParams
+from pagoda_worker.cores import placement
+from pagoda_worker.kernels.cpu.library import Library
+from pagoda_worker.kernels.cpu.program import Program
+from pagoda_worker.kernels.ops import BackendError
+from pagoda_worker.rows.batch import Batch
+
+
+class Steps:
+    """Takes the place of `Program.run`.
+
+    Attributes:
+        pairs: (seconds of the old build, of the new one) of every step, by its number of tokens.
+        different: Steps with results that differ.
+    """
+
+    def __init__(self, builds: tuple[Path, Path], level: str) -> None:
+        self.libraries = tuple(Library(placement(0), level, path) for path in builds)
+        self.pairs: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        self.different = 0
+        self._run = Program.run
+        self._turn = 0
+
+    def run(self, program: Program, batch: Batch) -> tuple[torch.Tensor, ...]:
+        self._turn ^= 1
+        times = [0.0, 0.0]
+        results: list[list[torch.Tensor]] = [[], []]
+        for side in (self._turn, self._turn ^ 1):
+            program._library = self.libraries[side]
+            began = time.perf_counter()
+            found = self._run(program, batch)
+            times[side] = time.perf_counter() - began
+            results[side] = [tensor.clone() for tensor in found]
+        self.pairs[batch.num_tokens].append((times[0], times[1]))
+        self.different += any(not same(*both) for both in zip(*results, strict=True))
+        return found
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all bits are the same, also those of NaN."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def told(num_tokens: int, pairs: list[tuple[float, float]]) -> str:
+    old, new = (1000 * statistics.median(times) for times in zip(*pairs, strict=True))
+    ratios = sorted(one / other for one, other in pairs)
+    low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
+    return (
+        f"steps of {num_tokens} tokens: {old:.2f} and {new:.2f} ms; "
+        f"old / new {statistics.median(ratios):.3f} (quartiles {low:.3f}-{high:.3f} of {len(pairs)})"
+    )
+
+
+def measure(given: argparse.Namespace) -> Steps:
+    """Raises BackendError if a build cannot be loaded or run here."""
+    options = {"kv_cache_gib": given.kv_cache_gib, "max_model_len": given.input_len + given.output_len + 1}
+    if given.quantization:
+        options["quantization"] = given.quantization
+    if given.instruction_set:
+        options["instruction_set"] = given.instruction_set
+    steps = Steps((given.old, given.new), given.instruction_set)
+    params = SamplingParams(temperature=0.0, max_tokens=given.output_len, ignore_eos=True)
+    workload = argparse.Namespace(seed=0, batch_size=given.rows, input_len=given.input_len, output_len=given.output_len)
+    with patch.object(Program, "run", lambda program, batch: steps.run(program, batch)):  # recordings keep this method
+        local = Local.load(given.model, options)
+        try:
+            for index in range(given.rounds):
+                run_batch(local, make_prompts(workload, index, local.limits.vocab_size), params)
+        finally:
+            local.engine.close()
+    return steps
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a directory in Hugging Face format, or a GGUF file")
+    parser.add_argument("old", type=Path, metavar="OLD.so")
+    parser.add_argument("new", type=Path, metavar="NEW.so")
+    parser.add_argument("--rows", type=whole(1), default=1, help="requests at once [%(default)s]")
+    parser.add_argument("--input-len", type=whole(1), default=32, help="prompt tokens of each [%(default)s]")
+    parser.add_argument("--output-len", type=whole(2), default=100, help="output tokens of each [%(default)s]")
+    parser.add_argument("--rounds", type=whole(1), default=3, help="batches of requests [%(default)s]")
+    parser.add_argument("--quantization", default="", help="of the weights [none]")
+    parser.add_argument("--instruction-set", default="", metavar="LEVEL", help="[the best one]")
+    parser.add_argument("--kv-cache-gib", type=float, default=0.5, help="[%(default)s]")
+    given = parser.parse_args()
+    try:
+        steps = measure(given)
+    except (BackendError, ValueError) as error:
+        parser.error(str(error))
+    for num_tokens, pairs in sorted(steps.pairs.items()):
+        if len(pairs) >= given.rounds:  # others are too few to say anything
+            print(told(num_tokens, pairs))
+    print(f"steps with other bits: {steps.different}")
+    return steps.different > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
