@@ -3,11 +3,13 @@
 
     python bench/builds.py MODEL OLD.so NEW.so [--rows 8] [--quantization int4] [--instruction-set avx2]
 
-Every step is computed by both builds; which of them goes first changes from step to step. Computing a step again writes
-the same keys and values again. A machine's speed drifts within seconds, so only neighbours in time are compared: what
-counts is the median over steps of time(OLD) / time(NEW). Exits 1 if any result of a step differs in any bit.
+Every step is computed by both builds; which of them goes first changes with every step of that size. Computing a step
+again writes the same keys and values again. Only steps are compared: this tree's library quantises, packs and samples.
+A machine's speed drifts within seconds, so only neighbours in time are compared: what counts is the median over steps
+of time(OLD) / time(NEW). Exits 1 if any result of a step differs in any bit.
 
-Both builds must have this tree's ABI. `python worker/pagoda_worker/kernels/cpu/build.py` builds a tree's library.
+Both builds must have this tree's ABI and layout of weights. `python worker/pagoda_worker/kernels/cpu/build.py` builds a
+tree's library.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from pagoda.bench.latency import make_prompts, run_batch
 from pagoda.offline.local import Local
 from pagoda.settings.numbers import whole
+from pagoda.settings.problems import ConfigError
+from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import SamplingParams
 from pagoda_worker.cores import placement
 from pagoda_worker.kernels.cpu.library import Library
@@ -44,25 +48,33 @@ class Steps:
     """
 
     def __init__(self, builds: tuple[Path, Path], level: str) -> None:
-        self.libraries = tuple(Library(placement(0), level, path) for path in builds)
+        self.libraries = tuple(loaded(path, level) for path in builds)
         self.pairs: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         self.different = 0
         self._run = Program.run
-        self._turn = 0
 
     def run(self, program: Program, batch: Batch) -> tuple[torch.Tensor, ...]:
-        self._turn ^= 1
+        pairs = self.pairs[batch.num_tokens]
         times = [0.0, 0.0]
         results: list[list[torch.Tensor]] = [[], []]
-        for side in (self._turn, self._turn ^ 1):
+        first = len(pairs) % 2
+        for side in (first, 1 - first):
             program._library = self.libraries[side]
             began = time.perf_counter()
             found = self._run(program, batch)
             times[side] = time.perf_counter() - began
             results[side] = [tensor.clone() for tensor in found]
-        self.pairs[batch.num_tokens].append((times[0], times[1]))
+        pairs.append((times[0], times[1]))
         self.different += any(not same(*both) for both in zip(*results, strict=True))
         return found
+
+
+def loaded(path: Path, level: str) -> Library:
+    """Raises BackendError: it is no build of the library, or one that cannot be used here."""
+    try:
+        return Library(placement(0), level, path)
+    except (OSError, AttributeError) as error:
+        raise BackendError(f"{path}: {error}") from error
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -81,8 +93,12 @@ def told(num_tokens: int, pairs: list[tuple[float, float]]) -> str:
 
 
 def measure(given: argparse.Namespace) -> Steps:
-    """Raises BackendError if a build cannot be loaded or run here."""
-    options = {"kv_cache_gib": given.kv_cache_gib, "max_model_len": given.input_len + given.output_len + 1}
+    """Raises BackendError or ConfigError: a build, or the model with these options, cannot be used here."""
+    options = {
+        "kernels": "native",
+        "kv_cache_gib": given.kv_cache_gib,
+        "max_model_len": given.input_len + given.output_len + 1,
+    }
     if given.quantization:
         options["quantization"] = given.quantization
     if given.instruction_set:
@@ -100,11 +116,19 @@ def measure(given: argparse.Namespace) -> Steps:
     return steps
 
 
+def file_at(path: str) -> Path:
+    """Absolute, because the loader searches elsewhere for a bare name."""
+    found = Path(path).resolve()
+    if not found.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {path}")
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a directory in Hugging Face format, or a GGUF file")
-    parser.add_argument("old", type=Path, metavar="OLD.so")
-    parser.add_argument("new", type=Path, metavar="NEW.so")
+    parser.add_argument("old", type=file_at, metavar="OLD.so")
+    parser.add_argument("new", type=file_at, metavar="NEW.so")
     parser.add_argument("--rows", type=whole(1), default=1, help="requests at once [%(default)s]")
     parser.add_argument("--input-len", type=whole(1), default=32, help="prompt tokens of each [%(default)s]")
     parser.add_argument("--output-len", type=whole(2), default=100, help="output tokens of each [%(default)s]")
@@ -115,7 +139,7 @@ def main() -> int:
     given = parser.parse_args()
     try:
         steps = measure(given)
-    except (BackendError, ValueError) as error:
+    except (BackendError, ConfigError, PagodaError) as error:
         parser.error(str(error))
     for num_tokens, pairs in sorted(steps.pairs.items()):
         if len(pairs) >= given.rounds:  # others are too few to say anything

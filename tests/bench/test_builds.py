@@ -26,9 +26,25 @@ def test_two_builds_take_turns(tmp_path: Path) -> None:
     *steps, bits = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert any(line.startswith("steps of 2 tokens: ") and "old / new" in line for line in steps)
     assert bits == "steps with other bits: 0"
-    missing = subprocess.run([*command[:4], str(tmp_path / "no.so")], capture_output=True, text=True, check=False)
-    assert missing.returncode == 2
-    assert "no.so" in missing.stderr
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("library", "more", "message"),
+    [
+        ("no.so", [], "there is no file no.so"),
+        ("text.so", [], "text.so: file too short"),
+        (LIBRARY, ["--quantization", "int3"], "int3"),
+        (LIBRARY, ["--instruction-set", "mmx"], "mmx"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(library: Path | str, more: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "text.so").write_text("no library")
+    command = [sys.executable, builds.__file__, MODEL, str(LIBRARY), str(library), *more]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 @needs_library
@@ -45,11 +61,18 @@ def test_other_bits_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     class OneToken:
         num_tokens = 1
 
-    monkeypatch.setattr(steps, "_run", Small.run)
+    sides = []
+
+    def run(small: Small, batch: object) -> tuple[torch.Tensor]:
+        sides.append(small._library is steps.libraries[1])
+        return Small.run(small, batch)
+
+    monkeypatch.setattr(steps, "_run", run)
     for _ in range(3):
         steps.run(Small(), OneToken())  # type: ignore[arg-type]
     assert steps.different == 3
     assert len(steps.pairs[1]) == 3
+    assert sides == [False, True, True, False, False, True]
 
 
 def test_bits_of_nan_count() -> None:

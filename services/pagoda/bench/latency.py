@@ -70,18 +70,20 @@ def main(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class Stopwatch:
-    """The sink of one batch: records when each row's tokens arrive, in seconds of `time.perf_counter`."""
+    """The sink of one batch: records when each row's tokens arrive, in seconds of `time.perf_counter`, and the first
+    failure, because the engine keeps what a sink raises to itself."""
 
     open: set[str]
     arrivals: dict[str, list[float]] = field(default_factory=dict)
+    failure: PagodaError | None = None
 
     def accepted(self, request_id: str, attempt: int, stream: int) -> None: ...
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
-        raise error
+        self.failure = self.failure or error
 
     def migrate(self, request_id: str, attempt: int, reason: str) -> None:
-        raise PagodaError(ErrorCode.UNAVAILABLE, reason)
+        self.failure = self.failure or PagodaError(ErrorCode.UNAVAILABLE, reason)
 
     def next_tokens(self, tokens: NextTokens) -> None:
         self.deltas(tokens.deltas())
@@ -90,7 +92,7 @@ class Stopwatch:
         now = time.perf_counter()
         for delta in deltas:
             if delta.error_code is not None:
-                raise PagodaError(delta.error_code, delta.error_message)
+                self.failure = self.failure or PagodaError(delta.error_code, delta.error_message)
             self.arrivals.setdefault(delta.request_id, []).extend([now] * len(delta.tokens.token_ids))
             if delta.ends_request:
                 self.open.discard(delta.request_id)
@@ -122,8 +124,10 @@ def run_batch(local: Local, prompts: list[list[int]], params: SamplingParams) ->
     started = time.perf_counter()
     for request in opened:
         local.engine.submit(request.record, watch)
-    while watch.open:
+    while watch.open and watch.failure is None:
         local.engine.step()
+    if watch.failure is not None:
+        raise watch.failure
     return BatchTimes.of(started, list(watch.arrivals.values()))
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.fakes import make_delta
 
-from pagoda.bench.latency import BatchTimes, Stopwatch, summarise, table
+from pagoda.bench.latency import BatchTimes, Stopwatch, run_batch, summarise, table
 from pagoda.cli import main
 from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.params import SamplingParams
 
 
 def test_the_times_of_a_batch() -> None:
@@ -34,15 +38,28 @@ def test_one_token_has_no_time_after_the_first() -> None:
     assert table(report).row_count == 2
 
 
-def test_a_failed_request_ends_the_measurement() -> None:
-    watch = Stopwatch({"r"})
-    failed = make_delta(error_code=ErrorCode.INTERNAL, error_message="broken")
-    with pytest.raises(PagodaError, match="broken"):
-        watch.deltas([failed])
-    with pytest.raises(PagodaError, match="gone"):
-        watch.migrate("r", 0, "gone")
-    with pytest.raises(PagodaError, match="full"):
-        watch.rejected("r", 0, PagodaError(ErrorCode.OVERLOADED, "full"), 1.0)
+@pytest.mark.parametrize(
+    ("fail", "message"),
+    [
+        (lambda sink: sink.deltas([make_delta(error_code=ErrorCode.INTERNAL, error_message="broken")]), "broken"),
+        (lambda sink: sink.migrate("r", 0, "gone"), "gone"),
+        (lambda sink: sink.rejected("r", 0, PagodaError(ErrorCode.OVERLOADED, "full"), 1.0), "full"),
+    ],
+)
+def test_a_failed_request_ends_the_measurement(fail: Callable[[Stopwatch], None], message: str) -> None:
+    """Nothing more comes of it, so there is nothing to wait for."""
+
+    class Engine:
+        def submit(self, record: object, sink: Stopwatch) -> None:
+            fail(sink)
+
+        def step(self) -> None:
+            pytest.fail("it waits for the tokens of a request that has failed")
+
+    opened = SimpleNamespace(record=SimpleNamespace(request_id="r"))
+    local: Any = SimpleNamespace(engine=Engine(), open=lambda prompt, params: opened)
+    with pytest.raises(PagodaError, match=message):
+        run_batch(local, [[1]], SamplingParams())
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,8 @@ from tests.worker.models.harness import logits_of
 
 from pagoda_worker.checkpoints.checkpoint import read_json
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
+from pagoda_worker.checkpoints.formats.layout import Layout
+from pagoda_worker.checkpoints.formats.source import choose_formats
 from pagoda_worker.checkpoints.source import Weight, joined
 from pagoda_worker.config import QUANTIZATIONS, WorkerConfig
 from pagoda_worker.kernels import quantized
@@ -222,3 +224,20 @@ def test_matrices_with_minima_are_joined_with_them() -> None:
     whole = joined([*parts], torch.bfloat16)
     assert isinstance(whole, QuantizedWeight)
     assert torch.equal(dequantize(whole), torch.cat([dequantize(part) for part in parts]))
+
+
+def test_int8_matrices_may_be_among_4_bit_ones_whose_activations_are_to_be_rounded(paths: dict[str, Path]) -> None:
+    class Packed:
+        def __init__(self, form: quantized.Format) -> None:
+            self.form = form
+
+    def layout(down: str, others: str) -> Layout:
+        return Layout("some", lambda linear: Packed(FORMATS[down if "down" in linear else others]))  # type: ignore[arg-type, return-value]
+
+    fields = read_json(paths["qwen3"] / "config.json")
+    spec = native_spec(fields["architectures"][0], fields)
+    assert choose_formats(spec, layout("int8", "int4a16"), "int4").activation_bits == 8
+    assert choose_formats(spec, layout("int8", "int4a16"), "").activation_bits is None
+    for form in ("int8", "int4"):
+        with pytest.raises(UnsupportedConfig, match="it cannot be quantised in another way"):
+            choose_formats(spec, layout(form, form), "int4")

@@ -76,7 +76,7 @@ def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) 
         return as_stored
     kinds = {(form.bits, form.activation_bits) for form in as_stored.forms}
     whole = not any(form.floats for form in as_stored.forms)
-    roundable = whole and (4, 16) in kinds and kinds <= {(4, 16), (4, 8), (8, 8)}
+    roundable = whole and (4, 16) in kinds and kinds <= {(4, 16), (8, 8)}
     if quantization != "int4" or not roundable:
         other = (
             "or use int4, which also rounds activations to int8"
