@@ -93,7 +93,7 @@ def told(num_tokens: int, pairs: list[tuple[float, float]]) -> str:
 
 
 def measure(given: argparse.Namespace) -> Steps:
-    """Raises BackendError or ConfigError: a build, or the model with these options, cannot be used here."""
+    """Raises BackendError, ConfigError or PagodaError: a build, or the model with such options, cannot be used here."""
     options = {
         "kernels": "native",
         "kv_cache_gib": given.kv_cache_gib,
@@ -141,6 +141,8 @@ def main() -> int:
         steps = measure(given)
     except (BackendError, ConfigError, PagodaError) as error:
         parser.error(str(error))
+    if not steps.pairs:
+        parser.error("none of this model's steps is computed by the kernel library alone")
     for num_tokens, pairs in sorted(steps.pairs.items()):
         if len(pairs) >= given.rounds:  # others are too few to say anything
             print(told(num_tokens, pairs))
