@@ -80,10 +80,10 @@ class Stopwatch:
     def accepted(self, request_id: str, attempt: int, stream: int) -> None: ...
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
-        self.failure = self.failure or error
+        self._fail(error)
 
     def migrate(self, request_id: str, attempt: int, reason: str) -> None:
-        self.failure = self.failure or PagodaError(ErrorCode.UNAVAILABLE, reason)
+        self._fail(PagodaError(ErrorCode.UNAVAILABLE, reason))
 
     def next_tokens(self, tokens: NextTokens) -> None:
         self.deltas(tokens.deltas())
@@ -92,10 +92,13 @@ class Stopwatch:
         now = time.perf_counter()
         for delta in deltas:
             if delta.error_code is not None:
-                self.failure = self.failure or PagodaError(delta.error_code, delta.error_message)
+                self._fail(PagodaError(delta.error_code, delta.error_message))
             self.arrivals.setdefault(delta.request_id, []).extend([now] * len(delta.tokens.token_ids))
             if delta.ends_request:
                 self.open.discard(delta.request_id)
+
+    def _fail(self, error: PagodaError) -> None:
+        self.failure = self.failure or error
 
 
 @dataclass(frozen=True)

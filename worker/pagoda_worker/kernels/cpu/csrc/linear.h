@@ -14,7 +14,7 @@
 namespace PAGODA_NS {
 
 constexpr size_t PANEL_ROW = 4 * PANEL;  // bytes
-// Prefetch distance in bytes; may reach past the end. Where groups take turns, it spans a whole turn.
+// Distance in bytes of what is prefetched once; may reach past the end. Where groups take turns, it spans a whole turn.
 constexpr int FETCH_AHEAD = groups_of(MAX_ROWS, 2) == 2 ? 8192 : 16384;
 
 // w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
@@ -129,7 +129,7 @@ PAGODA_INLINE void in_tiles(int first, int last, F&& f) {
 
 enum class Fetch : uint8_t { NOTHING, NEAR, TWICE, PAST };  // as an int in Ahead, it makes gcc spill sums at AVX2
 
-// What to prefetch while rows pass a panel. A single tile fetches the same panel, a little ahead; that data need not stay in
+// What to prefetch while rows pass a panel. A single tile fetches the same panel, some way ahead; that data need not stay in
 // any cache. Several tiles find the panel in a near cache, and each fetches a share of the next panel. A step covers one row
 // of the panel, in each turn of a tile.
 struct Ahead {
