@@ -191,6 +191,18 @@ def test_quantised_weights_become_the_run_dtype(name: str) -> None:
     assert torch.equal(ops.linear(x, ops.pack_linear(weight)), ops.linear(x, plain))
 
 
+def test_bfloat16_weights_are_held_in_float32_where_the_processor_would_widen_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aten, "bfloat16_is_native", lambda: False)
+    weight, x = torch.randn(96, 128).bfloat16(), torch.randn(7, 128).bfloat16()
+    ops = AtenOps(CPU, torch.bfloat16)
+    packed = ops.pack_linear(weight)
+    assert {one.dtype for one in packed.weights} == {torch.float32}
+    exact = ops.linear(x.float(), ops.pack_linear(weight.float()))
+    assert torch.equal(ops.linear(x, packed), exact.bfloat16())
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 7, 16])
 def test_threads_never_cut_inside_a_vector(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

@@ -66,8 +66,9 @@ def test_a_prefix_hit_changes_no_bits(dtype: str, hit: int, loaded: Loaded) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_recompute_after_preemption_changes_no_bits(dtype: str, loaded: Loaded) -> None:
-    model, ids = loaded("llama", dtype), tokens(90)
+@pytest.mark.parametrize("name", NAMES)
+def test_recompute_after_preemption_changes_no_bits(name: str, dtype: str, loaded: Loaded) -> None:
+    model, ids = loaded(name, dtype), tokens(90)
     harness, row = Harness(model), Row(ids[:70])
     harness.prefill([row], 1000)
     for token in ids[70:]:
