@@ -115,6 +115,18 @@ NATIVE |= {
     "deepseek_v2": ("deepseek_v2", {**_LATENT, "topk_method": "group_limited_greedy", "q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", {**_LATENT, "q_lora_rank": 48, "rope_parameters": _DEEP_YARN}),
 }  # fmt: skip
+# What every token passes is the shared MLP; none of the layers is one of mamba.
+_GRANITE4 = {**_GRANITE, "layer_types": ["attention"] * 3, "shared_intermediate_size": 80}
+NATIVE |= {
+    "granite4": ("granitemoehybrid", {**_GRANITE4, "num_local_experts": 0, "num_experts_per_tok": 0,
+                                      "position_embedding_type": "rope", "tie_word_embeddings": True,
+                                      "embedding_multiplier": 1.5}),
+    "granite4_unturned": ("granitemoehybrid", {**_GRANITE4, "num_local_experts": 0, "attention_bias": True}),
+    "granite4_moe": ("granitemoehybrid", {**_GRANITE4, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                          "position_embedding_type": "nope"}),
+    "granite_moe_shared": ("granitemoeshared", {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                                "shared_intermediate_size": 80}),
+}  # fmt: skip
 # The first three layers attend within chunks, the last to everything; every other layer has experts.
 _LLAMA4 = {
     "head_dim": 16,

@@ -192,6 +192,13 @@ OTHERS: dict[str, tuple[dict[str, Any], int]] = {
         _rms("GraniteMoeForCausalLM", _sizes(1024, 512, 24, (16, 8), 49155, 131072), num_local_experts=32,
              **_EXPERTS | _GRANITE), 1335
     ),
+    "granite-4.0-micro": (
+        _rms("GraniteMoeHybridForCausalLM", _sizes(2560, 8192, 40, (40, 8), 100352, 131072),
+             shared_intermediate_size=8192, layer_types=["attention"] * 40, position_embedding_type="rope",
+             num_local_experts=0, mamba_n_heads=128, mamba_d_head=64, mamba_d_state=256, mamba_expand=2,
+             init_method="mup", normalization_function="rmsnorm",
+             **_EXPERTS | _GRANITE | {"num_experts_per_tok": 0, "logits_scaling": 10.0}), 3403
+    ),
     "SmolLM3-3B": (
         _rms("SmolLM3ForCausalLM", _sizes(2048, 11008, 36, (16, 4), 128256, 65536), no_rope_layer_interval=4,
              no_rope_layers=[1, 1, 1, 0] * 9, use_sliding_window=False, sliding_window=None, rope_theta=5000000.0,

@@ -30,7 +30,7 @@ BASE: dict[str, Any] = {
 }
 KINDS = [
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Olmo3", "Granite", "SmolLM3", "Glm",
-    "Glm4", "Starcoder2", "Cohere", "Cohere2", "GPTNeoX", "OPT", "Falcon", "Gemma", "StableLm",
+    "Glm4", "Starcoder2", "Cohere", "Cohere2", "GPTNeoX", "OPT", "Falcon", "Gemma", "StableLm", "GraniteMoeHybrid",
 ]  # fmt: skip
 DEEP: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "kv_lora_rank": 32,
@@ -49,6 +49,7 @@ OWN: dict[str, dict[str, Any]] = {
     "GPTNeoX": _GPT,
     "OPT": {**_GPT, "hidden_act": None, "intermediate_size": None, "ffn_dim": 96},
     "Falcon": {**_GPT, "hidden_act": None, "intermediate_size": None},
+    "GraniteMoeHybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0},
 }
 
 
@@ -89,6 +90,16 @@ def test_both_spellings(old: dict[str, Any], new: dict[str, Any]) -> None:
         ("OPT", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
         ("OPT", {"word_embed_proj_dim": 32}, "word_embed_proj_dim=32"),
         ("Mixtral", {}, "'num_local_experts' is missing"),
+        (
+            "GraniteMoeHybrid",
+            {"layer_types": ["mamba", "mamba", "attention", "moe"]},
+            r"'layer_types' has layers without attention \(2 of 'mamba', 1 of 'moe'\)",
+        ),
+        ("GraniteMoeHybrid", {"layer_types": ["attention"] * 3}, "'layer_types' names 3 of 4 layers"),
+        ("GraniteMoeHybrid", {"layer_types": None}, "'layer_types' is missing"),
+        ("GraniteMoeHybrid", {"num_local_experts": None}, "'num_local_experts' is missing"),
+        ("GraniteMoeHybrid", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi' is not one of"),
+        ("GraniteMoeHybrid", {"normalization_function": "layernorm"}, "normalization_function='layernorm'"),
         ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0}, "not supported natively: clip_qkv"),
         ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         ("DeepseekV3", {**DEEP, "topk_method": "greedy"}, "topk_method='greedy'"),

@@ -178,8 +178,16 @@ def test_a_wrongly_packed_layer_is_refused(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("model_type", ["mamba", "bloom"])
 def test_layers_that_are_not_plain_attention(model_type: str, tmp_path: Path) -> None:
     path = save(make_model(model_type, {}), tmp_path / model_type)
-    with pytest.raises(UnsupportedConfig, match="0 of 3 layers use plain attention"):
+    with pytest.raises(UnsupportedConfig, match=r"0 of 3 layers use plain attention|of type linear_attention"):
         load_model(WorkerConfig(model=str(path), dtype="float32", kernels="torch"))
+
+
+def test_granite_with_layers_of_mamba_is_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kinds = {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 80}
+    path = save(make_model("granitemoehybrid", kinds), tmp_path)
+    with pytest.raises(UnsupportedConfig, match=r"layers of type .*(mamba|linear_attention) are not supported"):
+        load_model(WorkerConfig(model=str(path), dtype="float32", kernels="torch"))
+    assert "'layer_types' has layers without attention (2 of" in caplog.text
 
 
 def test_a_window_that_only_a_mask_knows_is_not_overlooked(tmp_path: Path) -> None:

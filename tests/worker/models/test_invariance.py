@@ -8,7 +8,9 @@ from tests.worker.models.checkpoints import NATIVE, VOCAB
 from tests.worker.models.conftest import Loaded
 from tests.worker.models.harness import BLOCK_SIZE, Harness, Row, logits_of
 
-NAMES = ["llama", "gemma2", "gemma3", "cohere2", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama4"]
+NAMES = [
+    "llama", "gemma2", "gemma3", "cohere2", "qwen2_moe", "granite4", "granite4_moe", "gpt_oss", "deepseek_v3", "llama4",
+]  # fmt: skip
 DTYPES = ["bfloat16", "float32"]
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200, 150]
 

@@ -20,7 +20,8 @@ NEW_TOKENS = 24
 BF16_MEAN, BF16_MOST = 0.06, 0.6
 WITH_EXPERTS, MOSTLY = (
     {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granite_moe", "gpt_oss", "glm4_moe", "llama4"}
-    | {"llama4_dense", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"},  # all but one layer of the first are dense
+    | {"llama4_dense", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"}  # all but one layer of the first are dense
+    | {"granite4_moe", "granite_moe_shared"},
     0.75,
 )
 

@@ -43,6 +43,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Qwen2MoeForCausalLM": {"num_key_value_heads": 16, "sliding_window": 4096},
     "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "sliding_window": 4096},
     "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
+    "GraniteMoeHybridForCausalLM": {"shared_intermediate_size": 1024},
     "GptOssForCausalLM": {
         "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "sliding_window": 128
     },

@@ -46,6 +46,7 @@ AGREEMENT = 1e-3  # of the largest logit, in float32
 PACKED_AGREEMENT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 2.0**-16}
 # Their frequencies depend on the longest row of a batch: a request's tokens would depend on its neighbours.
 MUTABLE_ROPES = ("dynamic", "longrope")
+KINDS = {"full_attention", "sliding_attention"}  # of layers
 HARMLESS_ARGUMENTS = {
     "dropout", "position_ids", "use_cache", "is_causal", "position_embeddings", "past_key_values", "past_key_value",
     "cache_position", "output_attentions", "output_hidden_states", "return_dict", "head_mask", "deterministic",
@@ -305,9 +306,6 @@ def _check_windows(config: Any, kept: Mapping[int, KVShape]) -> None:
                 f"{config.architectures}: 'sliding_window'={window}, but no layer is marked as sliding"
             )
         return
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise UnsupportedConfig(f"{config.architectures}: layers of type {', '.join(unknown)} are not supported")
     silent = [i for i, one in kept.items() if kinds[i] == "sliding_attention" and one.window is None]
     if silent:
         raise UnsupportedConfig(f"{config.architectures}: layers {silent} use a sliding mask of their own")
@@ -328,6 +326,8 @@ def _read_config(path: Path) -> Any:
     for name in ("vocab_size", "max_position_embeddings", "num_hidden_layers"):
         if not isinstance(getattr(config, name, None), int):
             raise UnsupportedConfig(f"config.json: {name!r} is missing")
+    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - KINDS):
+        raise UnsupportedConfig(f"{config.architectures}: layers of type {', '.join(unknown)} are not supported")
     return config
 
 

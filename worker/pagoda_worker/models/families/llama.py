@@ -9,7 +9,7 @@ from typing import Any
 from pagoda_worker.checkpoints.config_reader import UNGATED, ConfigReader, invalid
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.rope_fields import LLAMA_ROPE, RopeDefaults, read_rope
-from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, MoeShape
 from pagoda_worker.kernels.ops import AttentionShape
 
 
@@ -55,7 +55,7 @@ def ungated_mlp(config: ConfigReader, width: int, activation: str, default: str,
 
 
 def layers_of(
-    windows: Sequence[int | None], attention: AttentionShape, mlp: MlpShape, *ropes: RopeShape | None
+    windows: Sequence[int | None], attention: AttentionShape, mlp: MlpShape | MoeShape, *ropes: RopeShape | None
 ) -> tuple[LayerSpec, ...]:
     """A layer per window, otherwise alike; of two `ropes`, sliding layers use the second."""
     return tuple(

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral (arXiv 2401.04088), Qwen2-MoE, Qwen3-MoE, OLMoE (arXiv 2409.02060), Granite-MoE, gpt-oss
+"""Mixtures of experts: Mixtral (arXiv 2401.04088), Qwen2-MoE, Qwen3-MoE, OLMoE (arXiv 2409.02060), gpt-oss
 (arXiv 2508.10925)."""
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pagoda_worker.checkpoints.rope_fields import RopeDefaults, read_rope
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, MoeShape
 from pagoda_worker.kernels.ops import CLAMP, CLAMPED, CLAMPED_GAIN
 from pagoda_worker.kernels.routing import Routing
-from pagoda_worker.models.families.granite import scaled
 from pagoda_worker.models.families.llama import attention_of, common_fields, layers_of, mlp_of, sliding_layers
 from pagoda_worker.models.families.qwen import read_qwen2, read_qwen3
 
@@ -26,19 +25,8 @@ MIXTRAL = Names(
     expert_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
     expert_down="block_sparse_moe.experts.{}.w2",
 )
-GRANITE = Names(
-    router="block_sparse_moe.router.layer",
-    expert_up=("block_sparse_moe.input_linear.weight",),
-    expert_down="block_sparse_moe.output_linear.weight",
-)
 # As transformers 5 keeps them in memory, and writes them if told to keep its own names.
 QWEN_FUSED = replace(QWEN, **FUSED)
-GRANITE_FUSED = replace(
-    GRANITE,
-    router="block_sparse_moe.router",
-    expert_up=("block_sparse_moe.experts.gate_up_proj",),
-    expert_down="block_sparse_moe.experts.down_proj",
-)
 # gpt-oss: attention sinks, biases everywhere, and gate and up interleaved.
 GPT_OSS = Names(
     **FUSED,
@@ -58,7 +46,7 @@ GPT_OSS_ROPE = RopeDefaults(
 )
 
 
-def _routing(config: ConfigReader, renormalised: bool) -> Routing:
+def routing_of(config: ConfigReader, renormalised: bool) -> Routing:
     """The number of experts has one of two names, depending on the exporter rather than the family."""
     experts = "num_experts" if config.maybe_size("num_experts") is not None else "num_local_experts"
     return replace(experts_of(config, experts), renormalised=renormalised)
@@ -79,7 +67,7 @@ def experts_of(config: ConfigReader, experts: str) -> Routing:
 
 def read_mixtral(config: ConfigReader) -> DecoderSpec:
     mlp = mlp_of(config, "hidden_act")
-    moe = MoeShape(routing=_routing(config, renormalised=True), width=mlp.width, activation=mlp.activation)
+    moe = MoeShape(routing=routing_of(config, renormalised=True), width=mlp.width, activation=mlp.activation)
     layers = tuple(replace(layer, mlp=moe) for layer in sliding_layers(config, mlp))
     return DecoderSpec(**common_fields(config), layers=layers, names=MIXTRAL, spellings=(QWEN_FUSED, QWEN))
 
@@ -101,7 +89,7 @@ def _with_experts(config: ConfigReader, spec: DecoderSpec, shared: MlpShape | No
     if not all(type(index) is int for index in dense):
         raise UnsupportedConfig(f"config.json: 'mlp_only_layers' must be layer numbers, got {shown(dense)}")
     moe = MoeShape(
-        routing=_routing(config, config.take("norm_topk_prob", bool, False)),
+        routing=routing_of(config, config.take("norm_topk_prob", bool, False)),
         width=config.size("moe_intermediate_size"),
         activation=config.activation("hidden_act"),
         shared=shared,
@@ -122,7 +110,7 @@ def _replaced(spec: DecoderSpec, change: Callable[[int, LayerSpec], LayerSpec]) 
 def read_olmoe(config: ConfigReader) -> DecoderSpec:
     attention, mlp = attention_of(config), mlp_of(config, "hidden_act")
     bias = config.take("attention_bias", bool, False)
-    routing = _routing(config, config.take("norm_topk_prob", bool, False))
+    routing = routing_of(config, config.take("norm_topk_prob", bool, False))
     windows = (None,) * config.size("num_hidden_layers")
     layers = layers_of(windows, attention, mlp, read_rope(config, attention.head_dim))
     moe = MoeShape(routing=routing, width=mlp.width, activation=mlp.activation)
@@ -137,23 +125,6 @@ def read_olmoe(config: ConfigReader) -> DecoderSpec:
     )
 
 
-def read_granite_moe(config: ConfigReader) -> DecoderSpec:
-    attention, mlp = attention_of(config), mlp_of(config, "hidden_act")
-    bias = config.take("attention_bias", bool, False)
-    moe = MoeShape(routing=_routing(config, renormalised=True), width=mlp.width, activation=mlp.activation)
-    windows = (None,) * config.size("num_hidden_layers")
-    layers = layers_of(windows, attention, mlp, read_rope(config, attention.head_dim))
-    spec = DecoderSpec(
-        **common_fields(config),
-        layers=tuple(replace(layer, mlp=moe) for layer in layers),
-        names=GRANITE,
-        spellings=(GRANITE_FUSED, QWEN),
-        qkv_bias=bias,
-        out_bias=bias,
-    )
-    return scaled(config, spec)
-
-
 def read_gpt_oss(config: ConfigReader) -> DecoderSpec:
     """Every other layer slides, starting with the first."""
     layers = config.size("num_hidden_layers")
@@ -164,7 +135,7 @@ def read_gpt_oss(config: ConfigReader) -> DecoderSpec:
         config.ignore(name)
     attention = replace(attention_of(config), sinks=True)
     moe = MoeShape(
-        routing=_routing(config, renormalised=True),
+        routing=routing_of(config, renormalised=True),
         width=config.size("intermediate_size"),
         activation=CLAMPED,
         bias=True,
