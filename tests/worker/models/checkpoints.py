@@ -164,11 +164,14 @@ def config_of(model_type: str, changes: dict[str, Any]) -> Any:
     return AutoConfig.for_model(model_type, **{**_COMMON, **changes})
 
 
-def make_model(model_type: str, changes: dict[str, Any], seed: int = 7) -> Any:
-    """A model with varied greedy continuations: weights are scaled up until logits differ clearly."""
+def make_model(model_type: str, changes: dict[str, Any], seed: int = 7, auto: Any = AutoModelForCausalLM) -> Any:
+    """A model with varied greedy continuations: weights are scaled up until logits differ clearly.
+
+    `auto` is transformers' class that finds the model's.
+    """
     torch.manual_seed(seed)
     config = config_of(model_type, changes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = auto.from_config(config, attn_implementation="eager").eval()
     # A large tied embedding makes a model repeat its last token; Gemma multiplies its embedding by 8 here.
     embedding = 1.0 if not config.tie_word_embeddings else 0.04 if "gemma" in model_type else 0.12
     with torch.no_grad():

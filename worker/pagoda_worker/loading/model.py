@@ -19,7 +19,7 @@ from pagoda_worker.adapters.places import places_of
 from pagoda_worker.adapters.reading import Limits
 from pagoda_worker.adapters.store import NO_ADAPTERS, Adapters, AdapterStore
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress
-from pagoda_worker.checkpoints.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, check_sizes
+from pagoda_worker.checkpoints.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, check_sizes, shown
 from pagoda_worker.checkpoints.fingerprint import fingerprint
 from pagoda_worker.checkpoints.formats import FIELD, read_layout
 from pagoda_worker.checkpoints.formats.gguf import block_layout, rounding_remark
@@ -48,6 +48,7 @@ from pagoda_worker.rows.slots import TokenSlots
 log = logging.getLogger(__name__)
 
 CHOOSES_THE_CODE = {"architectures", "model_type"}  # do not change the arithmetic, but choose the code
+OTHER_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -295,6 +296,9 @@ def _refuse_hopeless(fields: dict[str, Any]) -> None:
         raise UnsupportedConfig("config.json: 'is_encoder_decoder': only decoder-only models are served")
     if fields.get("is_causal") is False:
         raise UnsupportedConfig("config.json: 'is_causal': a model with bidirectional attention cannot generate text")
+    name = architecture_of(fields)
+    if name.endswith(OTHER_HEADS):  # the fallback would put an output matrix in the place of the head
+        raise UnsupportedConfig(f"config.json: architecture {shown(name)} has a head that is not supported")
 
 
 def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[DecoderSpec | None, Layout | None]:

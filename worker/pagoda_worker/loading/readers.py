@@ -226,12 +226,11 @@ def _headless(
 
 
 def _generating(name: str) -> str:
-    """The corresponding architecture that generates, unless this one is supported itself."""
-    if name in ARCHITECTURES:
-        return name
+    """The architecture with the same decoder that has a native implementation, usually the one that generates."""
     for suffix in ("ForSequenceClassification", "Model"):
-        if name.endswith(suffix):
-            return name.removesuffix(suffix) + "ForCausalLM"
+        if name.endswith(suffix) and name not in ARCHITECTURES:
+            others = [name.removesuffix(suffix) + ending for ending in ("ForCausalLM", "LMHeadModel", "Model")]
+            return next((other for other in others if other in ARCHITECTURES), name)
     return name
 
 
