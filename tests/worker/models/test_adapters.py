@@ -31,6 +31,8 @@ MODELS = [
     "falcon",
     "cohere",
     "granite",
+    "granite4",
+    "granite4_moe",
     "qwen2_moe",
     "deepseek_v3",
     "mistral",

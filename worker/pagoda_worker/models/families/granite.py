@@ -18,13 +18,14 @@ from pagoda_worker.models.families.llama import attention_of, common_fields, lay
 from pagoda_worker.models.families.moe import QWEN, routing_of
 
 MERGED = "shared_mlp.input_linear"
-NAMES = Names(up=(MERGED,), down="shared_mlp.output_linear")
+DOWN = "shared_mlp.output_linear"
+NAMES = Names(up=(MERGED,), down=DOWN)
 EXPERTS = Names(
     router="block_sparse_moe.router.layer",
     expert_up=("block_sparse_moe.input_linear.weight",),
     expert_down="block_sparse_moe.output_linear.weight",
-    shared_up=NAMES.up,
-    shared_down=NAMES.down,
+    shared_up=(MERGED,),
+    shared_down=DOWN,
 )
 # As transformers 5 keeps them in memory, and writes them if told to keep its own names.
 EXPERTS_FUSED = replace(
@@ -33,7 +34,9 @@ EXPERTS_FUSED = replace(
     expert_up=("block_sparse_moe.experts.gate_up_proj",),
     expert_down="block_sparse_moe.experts.down_proj",
 )
-WITH_EXPERTS: dict[str, Any] = {"names": EXPERTS, "spellings": (EXPERTS_FUSED, QWEN)}
+# Each expert by itself, as in GGUF files.
+EXPERTS_APART = replace(QWEN, shared_up=(MERGED,), shared_down=DOWN)
+WITH_EXPERTS: dict[str, Any] = {"names": EXPERTS, "spellings": (EXPERTS_FUSED, EXPERTS_APART)}
 ATTENTION = ("attention", "full_attention")  # by transformers' older name and its newer one
 # Of layers that are refused; files have them even if no layer is one.
 OF_MAMBA = (
