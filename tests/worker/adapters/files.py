@@ -16,20 +16,19 @@ from pagoda_worker.checkpoints.checkpoint import open_checkpoint, read_json
 from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled, linear_layers, matrices_of_all, whole_tensors
 from pagoda_worker.loading.model import native_spec
 
+# Every field that PEFT 0.21 writes, most of them with their defaults.
 CONFIG: dict[str, Any] = {
-    "peft_type": "LORA",
-    "task_type": "CAUSAL_LM",
-    "r": 8,
-    "lora_alpha": 16,
-    "target_modules": "all-linear",
-    "lora_dropout": 0.1,
-    "bias": "none",
-    "base_model_name_or_path": "somewhere/else",
-    "inference_mode": True,
-    "use_dora": False,
-    "modules_to_save": None,
-    "init_lora_weights": True,
-}
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None,
+    "base_model_name_or_path": "somewhere/else", "bias": "none", "corda_config": None, "ensure_weight_tying": False,
+    "eva_config": None, "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True,
+    "init_lora_weights": True, "kasa_config": None, "layer_replication": None, "layers_pattern": None,
+    "layers_to_transform": None, "loftq_config": {}, "lora_alpha": 16, "lora_bias": False, "lora_dropout": 0.1,
+    "lora_ga_config": None, "megatron_config": None, "megatron_core": "megatron.core", "modules_to_save": None,
+    "monteclora_config": None, "peft_type": "LORA", "peft_version": "0.21.2", "qalora_group_size": 16, "r": 8,
+    "rank_pattern": {}, "revision": None, "target_modules": "all-linear", "target_parameters": None,
+    "task_type": "CAUSAL_LM", "trainable_token_indices": None, "use_bdlora": None, "use_dora": False,
+    "use_qalora": False, "use_rslora": False, "velora_config": None,
+}  # fmt: skip
 DEMO = Path(pagoda.__file__).parent / "demo_model"
 RANKS = {"down_proj": 3, "q_proj": 17, "c_fc": 5, "qkv_proj": 20}
 PREFIX = "base_model.model."

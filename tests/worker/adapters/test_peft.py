@@ -38,6 +38,16 @@ def test_which_modules_have_an_adapter(changes: dict[str, Any], targeted: set[st
     assert {name for name in (Q, DOWN, "lm_head") if found.targets(name)} == targeted
 
 
+def test_what_peft_writes_without_being_asked_is_known() -> None:
+    found = read_peft(CONFIG)
+    assert (found.rank(Q), found.scale(Q), found.saved, found.tying) == (8, 2.0, (), False)
+
+
+@pytest.mark.parametrize("begun", [True, False, "gaussian", "orthogonal", "eva", "mica"])
+def test_initialisations_that_leave_the_models_own_weights_are_served(begun: bool | str) -> None:
+    assert read_peft(CONFIG | {"init_lora_weights": begun}).targets(Q)
+
+
 def test_ranks_and_scales_by_module() -> None:
     patterns = {"rank_pattern": {"down_proj": 4, r"layers\.3\.self_attn\.q_proj": 2}, "alpha_pattern": {"q_proj": 64}}
     plain, rooted = read_peft(CONFIG | patterns), read_peft(CONFIG | patterns | {"use_rslora": True})

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.worker.adapters.files import PREFIX, Tensors, factors, write
+from tests.worker.adapters.files import PREFIX, Tensors, embedding_factors, factors, write
 
 from pagoda_proto.adapters.files import CONFIG, WEIGHTS, AdapterError, identify
 from pagoda_proto.adapters.identity import Adapter
@@ -127,6 +127,16 @@ def test_what_lies_elsewhere_is_not_read(tmp_path: Path) -> None:
 def test_a_worker_without_adapters_says_so() -> None:
     with pytest.raises(AdapterError, match="lora_modules"):
         NO_ADAPTERS.slot(Adapter("1" * 64, "/a"), ())
+
+
+def test_of_ends_that_stay_tied_the_config_names_the_embedding_alone(tmp_path: Path) -> None:
+    ends = embedding_factors(EMBED, (40, 16), 8) | factors({HEAD: (40, 16)})
+    path = write(tmp_path, ends, target_modules=[EMBED], ensure_weight_tying=True)
+    found = read_adapter(path, identify(path, 10**6).digest, PLACES, LIMITS, torch.float32)
+    assert found.factors.keys() == {EMBED, HEAD}
+    write(tmp_path, ends, target_modules=[EMBED])
+    with pytest.raises(AdapterError, match=r"unknown tensors: .*lm_head"):
+        read_adapter(path, identify(path, 10**6).digest, PLACES, LIMITS, torch.float32)
 
 
 def without(tensors: Tensors, name: str) -> Tensors:

@@ -15,18 +15,19 @@ from pagoda_proto.adapters.files import AdapterError
 from pagoda_worker.adapters.patterns import MAX_NAMES, Matches, by_name, by_pattern
 
 ALL_LINEAR = "all-linear"
-# Purpose, training, and how the base model stores its matrices; the adapter's tensors do not depend on these.
+# Purpose, training, how the base model stores its matrices, and what belongs to something refused in REASONS; tensors
+# that are served do not depend on these.
 HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "peft_type",
     "peft_version", "revision", "runtime_config", "loftq_config", "eva_config", "corda_config", "megatron_config",
-    "megatron_core", "lora_ga_config",
+    "megatron_core", "lora_ga_config", "qalora_group_size",
 })  # fmt: skip
 TAKEN = frozenset({
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "init_lora_weights", "task_type", "bias", "modules_to_save",
     "ensure_weight_tying",
 })  # fmt: skip
-KEEP_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+KEEP_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the model's own weights unchanged."""
 REASONS = {
     "use_dora": "DoRA is not supported, as it scales the model's own weights",
@@ -36,6 +37,11 @@ REASONS = {
     "target_parameters": "adapters for experts stored in one tensor are not supported",
     "alora_invocation_tokens": "activated LoRA is not supported, an adapter applies to the whole prompt",
     "use_qalora": "QALoRA is not supported, as it pools the inputs",
+    "use_bdlora": "BD-LoRA is not supported, as its matrices are blocks",
+    "arrow_config": "Arrow is not supported, as it chooses among adapters for each token",
+    "kasa_config": "KaSA is not supported, as it changes the model's own weights",
+    "monteclora_config": "MonteCLoRA is not supported, as it has more tensors than A and B",
+    "velora_config": "VeLoRA is not supported, as it has more tensors than A and B",
 }
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
 

@@ -70,11 +70,8 @@ def read_adapter(path: Path, digest: str, places: Places, limits: Limits, dtype:
 
 def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limits: Limits) -> Found:
     """Raises AdapterError listing everything that is wrong."""
-    wanted = {
-        own: module.tensors(own)
-        for own, module in places.modules.items()
-        if peft.targets(own) and not (module.embedding and peft.linear)
-    }
+    targeted = _targeted(peft, places)
+    wanted = {own: module.tensors(own) for own, module in places.modules.items() if own in targeted}
     present = [own for own, sides in wanted.items() if any(side in entries for side in sides)]
     expected = {tensor for own in present for tensor in wanted[own]}
     brought = {tensor: own for tensor in entries if (own := _own_name(tensor)) in places.whole}
@@ -94,6 +91,14 @@ def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limi
         raise AdapterError("; ".join(problems[:NAMES_SHOWN]))
     pairs = {own: (entries[wanted[own][0]], entries[wanted[own][1]]) for own in present}
     return Found(pairs, {places.whole[own].name: entries[tensor] for tensor, own in brought.items()})
+
+
+def _targeted(peft: PeftConfig, places: Places) -> set[str]:
+    """Modules that may have A and B. Of two ends that must stay the same, PEFT names only the embedding."""
+    found = {
+        own for own, module in places.modules.items() if peft.targets(own) and not (module.embedding and peft.linear)
+    }
+    return found | places.tied if peft.tying and places.tied & found else found
 
 
 def _twice_problems(what: str, meant: Mapping[str, str]) -> list[str]:
