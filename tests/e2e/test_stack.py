@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 import stat
@@ -14,17 +15,25 @@ import openai
 import psutil
 import pytest
 from tests.e2e.stack import Stack, alive, remaining, running_stack
+from tests.worker.adapters.files import DEMO, adapter_of
 
 from pagoda.cli import main
 from pagoda.processes.exit_codes import EXIT_CONFIG, EXIT_CRASH, EXIT_OK
+from pagoda_proto.adapters.files import CONFIG, identify
 
 pytestmark = pytest.mark.e2e
-MODEL = "demo"
+MODEL, ADAPTED = "demo", "adapted"
+SAMPLED = {"prompt": "hello", "n": 2, "temperature": 0.9, "logprobs": 2, "max_tokens": 40, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = ("--served-model-name", MODEL, "--keep-transcripts=10")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return adapter_of(DEMO, tmp_path_factory.mktemp("adapters") / ADAPTED, size=0.08)[0]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator[Stack]:
+    options = ("--served-model-name", MODEL, "--keep-transcripts=10", "--lora-modules", f"{ADAPTED}={adapter}")
     with running_stack(tmp_path_factory.mktemp("stack"), *options) as running:
         yield running
 
@@ -125,32 +134,67 @@ def test_stop_strings_and_n(stack: Stack) -> None:
     assert stopped.choices[1].finish_reason == "stop"
 
 
+class Kept:
+    """A finished request's transcript, which a test may change before it is replayed."""
+
+    def __init__(self, stack: Stack, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        request = {"model": model, **SAMPLED, "extra_body": {"ignore_eos": True}}
+        self.answer = stack.client().completions.create(**request)
+        self.transcript = stack.get(f"/v1/requests/{self.answer.id}/transcript").json()
+        self._file = tmp_path / "t.json"
+        self._capsys = capsys
+
+    def replayed(self, *options: str) -> tuple[int, str]:
+        """The exit code of `pagoda replay`, and what it prints."""
+        self._file.write_text(json.dumps(self.transcript))
+        code = main(["replay", str(self._file), *options])
+        told = self._capsys.readouterr()
+        return code, told.out + told.err
+
+
 def test_a_finished_request_is_computed_again_bit_for_bit(
     stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = stack.client().completions.create(
-        model=MODEL, prompt="hello", n=2, temperature=0.9, logprobs=2, max_tokens=40, extra_body={"ignore_eos": True}
-    )
-    kept, file = stack.get(f"/v1/requests/{answer.id}/transcript").json(), tmp_path / "t.json"
-
-    def replayed(*options: str) -> tuple[int, str]:
-        file.write_text(json.dumps(kept))
-        code = main(["replay", str(file), *options])
-        told = capsys.readouterr()
-        return code, told.out + told.err
-
-    assert replayed() == (EXIT_OK, f"bit-equal: {answer.id}, 80 tokens\n")
-    assert replayed("--url", stack.url)[0] == EXIT_OK
-    kept["parts"][0]["choices"][1]["token_ids"][7] ^= 1
-    code, told = replayed()
+    kept = Kept(stack, MODEL, tmp_path, capsys)
+    assert kept.replayed() == (EXIT_OK, f"bit-equal: {kept.answer.id}, 80 tokens\n")
+    assert kept.replayed("--url", stack.url)[0] == EXIT_OK
+    [part] = kept.transcript["parts"]
+    part["choices"][1]["token_ids"][7] ^= 1
+    code, told = kept.replayed()
     assert code == EXIT_CRASH
     assert "choice 1, token 7: it was" in told
-    kept["parts"][0]["model_fingerprint"] = "others"
-    code, told = replayed()
+    part["model_fingerprint"] = "others"
+    code, told = kept.replayed()
     assert code == EXIT_CONFIG
     assert "model_fingerprint: it was made with 'others'" in told
-    assert replayed("--url", stack.url)[0] == EXIT_CONFIG
-    assert replayed("--url", stack.url, "--force")[0] == EXIT_CRASH
+    assert kept.replayed("--url", stack.url)[0] == EXIT_CONFIG
+    assert kept.replayed("--url", stack.url, "--force")[0] == EXIT_CRASH
+
+
+def test_a_request_with_an_adapter_is_computed_again_with_the_adapter_of_the_same_content_or_not_at_all(
+    stack: Stack, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its name and its place may be others."""
+    kept, moved = Kept(stack, ADAPTED, tmp_path, capsys), tmp_path / "moved"
+    plain = stack.client().completions.create(model=MODEL, **SAMPLED, extra_body={"ignore_eos": True})
+    assert [choice.text for choice in kept.answer.choices] != [choice.text for choice in plain.choices]
+    bit_equal = EXIT_OK, f"bit-equal: {kept.answer.id}, 80 tokens\n"
+    shutil.copytree(adapter, moved)
+    assert kept.replayed("--lora-modules", f"other={moved}") == bit_equal
+    assert kept.replayed("--url", stack.url) == bit_equal
+    digest = kept.transcript["adapter"]
+    why = f"it was made with an adapter of digest {digest}; lora_modules has"
+    code, told = kept.replayed()
+    assert code == EXIT_CONFIG
+    assert f"{why} none" in told
+    (moved / CONFIG).write_text(json.dumps(json.loads((moved / CONFIG).read_text()) | {"lora_alpha": 17}))
+    code, told = kept.replayed("--lora-modules", f"{ADAPTED}={moved}", "--force")
+    assert code == EXIT_CONFIG
+    assert f"{why} {ADAPTED!r} of digest {identify(moved, 2**30).digest}" in told
+    kept.transcript["adapter"] = identify(moved, 2**30).digest
+    code, told = kept.replayed("--url", stack.url)
+    assert code == EXIT_CONFIG
+    assert f"an adapter of digest {kept.transcript['adapter'][:16]}.. is not served here" in told
 
 
 PATHS = ["/health", "/health/live", "/health/ready", "/health/startup", "/version", "/metrics", "/docs"]

@@ -126,7 +126,8 @@ class Local:
         """Raises PagodaError if `lora_modules` has no adapter of this content."""
         found = next((each for each in self._adapters.values() if each.digest == digest), None)
         if found is None:
-            message = f"it was made with an adapter of digest {digest}, which is not in lora_modules"
+            here = ", ".join(f"{name!r} of digest {each.digest}" for name, each in self._adapters.items()) or "none"
+            message = f"it was made with an adapter of digest {digest}; lora_modules has {here}"
             raise PagodaError(ErrorCode.MODEL_NOT_FOUND, message, "lora_modules")
         return found
 
