@@ -19,7 +19,7 @@ from tests.e2e.stack import Stack, kill, running_stack
 from tests.e2e.streams import MODEL, plain, run_all
 from tests.gateway.model_dir import byte_level_tokenizer
 from tests.worker.adapters.files import DEMO, adapter_of
-from tests.worker.models.checkpoints import NATIVE, make_model, save
+from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, save
 
 from pagoda.cli import main
 from pagoda_proto.engine.v1 import engine_pb2 as pb
@@ -33,9 +33,12 @@ MOST_ROUNDS = 5
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return adapters_of(DEMO, tmp_path_factory.mktemp("adapters"))
+
+
+def adapters_of(model: Path, out: Path) -> str:
     """The value of `lora_modules` for two adapters."""
-    out = tmp_path_factory.mktemp("adapters")
-    made = {name: adapter_of(DEMO, out / name, seed, size=0.08)[0] for seed, name in enumerate(NAMES[1:])}
+    made = {name: adapter_of(model, out / name, seed, size=0.08)[0] for seed, name in enumerate(NAMES[1:])}
     return ",".join(f"{name}={path}" for name, path in made.items())
 
 
@@ -51,8 +54,40 @@ def stack(tmp_path_factory: pytest.TempPathFactory, adapters: str) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack) -> list[Any]:
+    return alone(stack, requests())
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A mixture of experts, and two adapters of it."""
+    out = tmp_path_factory.mktemp("experts")
+    path = tiny("qwen3_moe", out)
+    with running_stack(out, *named(adapters_of(path, out)), model=str(path), workers=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def of_experts(experts: Stack) -> list[Any]:
+    return alone(experts, requests())
+
+
+@pytest.fixture(scope="module", params=[("stack", "undisturbed"), ("experts", "of_experts")], ids=["dense", "experts"])
+def either(request: pytest.FixtureRequest) -> tuple[Stack, list[Any]]:
+    """A running stack, and the result of each request there, run alone."""
+    stack, results = map(request.getfixturevalue, request.param)
+    return stack, results
+
+
+def tiny(family: str, out: Path) -> Path:
+    """A tiny model of a family, with a tokenizer."""
+    path = save(make_model(*(NATIVE | FALLBACK)[family]), out / "model", torch.bfloat16)
+    byte_level_tokenizer().save(str(path / "tokenizer.json"))
+    return path
+
+
+def alone(stack: Stack, asked: list[dict[str, Any]]) -> list[Any]:
     """The result of each request, run alone."""
-    return [asyncio.run(run_all(stack, [request]))[0] for request in requests()]
+    return [asyncio.run(run_all(stack, [request]))[0] for request in asked]
 
 
 def check(results: list[Any], undisturbed: list[Any]) -> None:
@@ -83,11 +118,13 @@ def check_in_mid_stream(
     raise AssertionError(f"nothing was computed again, {MOST_ROUNDS} times")
 
 
-def test_company_changes_nothing(stack: Stack, undisturbed: list[Any]) -> None:
+def test_company_changes_nothing(either: tuple[Stack, list[Any]]) -> None:
+    stack, undisturbed = either
     check(asyncio.run(run_all(stack, requests())), undisturbed)
 
 
-def test_streams_survive_the_death_of_a_worker(stack: Stack, undisturbed: list[Any]) -> None:
+def test_streams_survive_the_death_of_a_worker(either: tuple[Stack, list[Any]]) -> None:
+    stack, undisturbed = either
     deaths = stack.stats().worker_deaths
 
     def kill_a_busy_worker() -> None:
@@ -113,16 +150,29 @@ def test_streams_go_on_when_their_worker_is_asked_to_leave(stack: Stack, undistu
 
 def test_streams_far_beyond_the_windows_of_a_model_survive_the_death_of_their_worker(tmp_path: Path) -> None:
     """The KV that its layers no longer keep is recomputed from the tokens, as are the dead worker's blocks."""
-    path = save(make_model(*NATIVE["gemma3"]), tmp_path / "model", torch.bfloat16)
-    byte_level_tokenizer().save(str(path / "tokenizer.json"))
+    path = tiny("gemma3", tmp_path)
     little = ("--block-size", "16", "--max-tokens-per-step", "32", "--chunk-size", "24", "--threads", "1")
     long = [one | {"prompt": (one["prompt"] * 60)[:300]} for one in map(asked, range(4))]
     with running_stack(tmp_path, "--served-model-name", MODEL, *little, model=str(path)) as stack:
         assert "for layers that keep the last " in stack.log.read_text()
-        alone = [asyncio.run(run_all(stack, [request]))[0] for request in long]
+        expected = alone(stack, long)
         deaths = stack.stats().worker_deaths
-        times = check_in_mid_stream(stack, long, alone, lambda: kill(stack.children("worker")[0].pid))
+        times = check_in_mid_stream(stack, long, expected, lambda: kill(stack.children("worker")[0].pid))
         assert stack.stats().worker_deaths == deaths + times
+
+
+@pytest.mark.slow
+def test_a_model_that_runs_through_transformers_says_so_once_and_its_streams_survive_the_death_of_their_worker(
+    tmp_path: Path,
+) -> None:
+    path, same = tiny("olmo", tmp_path), list(map(asked, range(4)))
+    with running_stack(tmp_path, "--served-model-name", MODEL, model=str(path)) as stack:
+        expected, deaths = alone(stack, same), stack.stats().worker_deaths
+        times = check_in_mid_stream(stack, same, expected, lambda: kill(stack.children("worker")[0].pid))
+        assert stack.stats().worker_deaths == deaths + times
+        log = stack.log.read_text()
+        for said in ("runs through transformers' code, not natively: ", " ms through transformers, so a request gets "):
+            assert log.count(said) == 1, said  # across restarts
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +207,8 @@ def found(stack: Stack, index: int) -> list[list[int]]:
     return [choice.token_ids for choice in choices]
 
 
-def test_streams_survive_the_death_of_the_engine_core(stack: Stack, undisturbed: list[Any]) -> None:
+def test_streams_survive_the_death_of_the_engine_core(either: tuple[Stack, list[Any]]) -> None:
+    stack, undisturbed = either
     num_continued = 0
     while not num_continued:  # the engine core may finish everything before a client gets its first token
         victim = stack.children("engine-core")[0]
