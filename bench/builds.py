@@ -17,14 +17,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.adapters import add_arguments, made, those_of
 
 from pagoda.bench.latency import make_prompts, run_batch
 from pagoda.offline.local import Local
@@ -103,14 +107,20 @@ def measure(given: argparse.Namespace) -> Steps:
         options["quantization"] = given.quantization
     if given.instruction_set:
         options["instruction_set"] = given.instruction_set
+    with tempfile.TemporaryDirectory() as root:
+        return compare(given, options | (made(Path(root), given) if given.adapters else {}))
+
+
+def compare(given: argparse.Namespace, options: dict[str, Any]) -> Steps:
     steps = Steps((given.old, given.new), given.instruction_set)
     params = SamplingParams(temperature=0.0, max_tokens=given.output_len, ignore_eos=True)
     workload = argparse.Namespace(seed=0, batch_size=given.rows, input_len=given.input_len, output_len=given.output_len)
     with patch.object(Program, "run", lambda program, batch: steps.run(program, batch)):  # recordings keep this method
         local = Local.load(given.model, options)
         try:
+            adapters = those_of(local, given.adapters) or (None,)
             for index in range(given.rounds):
-                run_batch(local, make_prompts(workload, index, local.limits.vocab_size), params)
+                run_batch(local, make_prompts(workload, index, local.limits.vocab_size), params, adapters)
         finally:
             local.engine.close()
     return steps
@@ -135,6 +145,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=whole(1), default=3, help="batches of requests [%(default)s]")
     parser.add_argument("--quantization", default="", help="of the weights [none]")
     parser.add_argument("--instruction-set", default="", metavar="LEVEL", help="[the best one]")
+    add_arguments(parser, 0)
     parser.add_argument("--kv-cache-gib", type=float, default=0.5, help="[%(default)s]")
     given = parser.parse_args()
     try:

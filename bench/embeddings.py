@@ -3,6 +3,7 @@
 
     python bench/embeddings.py                              # texts of 128 tokens, random weights, texts a second
     python bench/embeddings.py --accuracy MODEL             # real weights: least cosine per dtype, over texts of docs/
+    python bench/embeddings.py --accuracy MODEL --judged STS.tsv    # and how each ranks pairs that people scored
 
 All sides run in this process with the same number of threads, one after the other in every round, in rotating order;
 the figures to quote are ratios within a round, of which the median is printed. If sentence-transformers is not
@@ -250,19 +251,59 @@ def own_texts(least: int) -> list[str]:
     return found[:: len(found) // least][: 2 * least]
 
 
-def accuracy(path: Path, threads: int) -> dict[str, Any]:
-    texts = own_texts(LEAST_TEXTS)
-    expected = torch.as_tensor(theirs(path, torch.float32, 16)(texts)).float()
-    told: dict[str, Any] = {"texts": len(texts)}
+def judged_pairs(file: Path) -> list[tuple[float, str, str]]:
+    """Pairs of texts that people scored: lines of score, text, text, apart by tabs, as SemEval's STS publishes them.
+
+    Lines without a score are left out; their publishers leave it out of pairs on which people did not agree.
+    """
+    lines = [line.split("\t") for line in file.read_text().splitlines()]
+    found = [(float(line[0]), line[1], line[2]) for line in lines if len(line) >= 3 and line[0]]
+    if not found:
+        raise SystemExit(f"{file} has no line of score, text, text")
+    return found
+
+
+def ranks(values: Sequence[float]) -> torch.Tensor:
+    """1 for the smallest; equal values share the mean of their ranks. Float64, [len(values)]."""
+    _, place, count = torch.tensor(values, dtype=torch.float64).unique(return_inverse=True, return_counts=True)
+    shared: torch.Tensor = count.cumsum(0) - (count - 1) / 2
+    return shared[place]
+
+
+def rank_correlation(vectors: Vectors, pairs: Sequence[tuple[float, str, str]]) -> float:
+    """Spearman's, of the pairs' cosines with their scores."""
+    scores, first, second = zip(*pairs, strict=True)
+    left, right = (torch.as_tensor(vectors(list(texts))).float() for texts in (first, second))
+    cosines = torch.nn.functional.cosine_similarity(left, right, dim=-1)
+    return float(torch.corrcoef(torch.stack([ranks(scores), ranks(cosines.tolist())]))[0, 1])
+
+
+def accuracy(path: Path, threads: int, files: Sequence[Path]) -> dict[str, Any]:
+    texts, judged = own_texts(LEAST_TEXTS), {file.stem: judged_pairs(file) for file in files}
+    reference = theirs(path, torch.float32, 16)
+    expected = torch.as_tensor(reference(texts)).float()
+    told: dict[str, Any] = {"texts": len(texts), "reference": _rankings(reference, judged)}
     formats: Sequence[dict[str, str]] = ({"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "int8"})
-    print(f"\ncosine with float32 on torch, of {len(texts)} texts")
+    print(f"\ncosine with float32 on torch, of {len(texts)} texts; how many have the same bits alone")
     for options in formats:
-        found = torch.tensor(pagoda(path, threads, **{"dtype": "bfloat16", **options})(texts))
+        ours = pagoda(path, threads, **{"dtype": "bfloat16", **options})
+        found = torch.tensor(ours(texts))
         cosines = torch.nn.functional.cosine_similarity(found, expected, dim=-1)
+        same = sum(torch.equal(torch.tensor(ours([text])[0]), found[i]) for i, text in enumerate(texts))
         name = options.get("quantization") or options["dtype"]
-        told[name] = {"least": float(cosines.min()), "mean": float(cosines.mean())}
-        print(f"  {name:10} least {cosines.min():.6f}   mean {cosines.mean():.6f}")
+        told[name] = {"least": float(cosines.min()), "mean": float(cosines.mean()), "same_alone": same}
+        told[name]["rank_correlation"] = _rankings(ours, judged)
+        print(f"  {name:10} least {cosines.min():.6f}   mean {cosines.mean():.6f}   alone {same} of {len(texts)}")
+    for file, pairs in judged.items():
+        print(f"\n{file}, rank correlation of cosines with people's scores, {len(pairs)} pairs")
+        print(f"  {'float32 on torch':16} {told['reference'][file]:.4f}")
+        for name in ("float32", "bfloat16", "int8"):
+            print(f"  {name:16} {told[name]['rank_correlation'][file]:.4f}")
     return told
+
+
+def _rankings(vectors: Vectors, judged: dict[str, list[tuple[float, str, str]]]) -> dict[str, float]:
+    return {file: rank_correlation(vectors, pairs) for file, pairs in judged.items()}
 
 
 def main() -> None:
@@ -270,6 +311,10 @@ def main() -> None:
     parser.add_argument(
         "--accuracy", type=Path, metavar="MODEL", help="a sentence-transformers model; nothing is timed"
     )
+    parser.add_argument(
+        "--judged", type=Path, metavar="TSV", action="append", default=[],
+        help="with --accuracy: score, text, text on each line; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--shape", choices=SHAPES, action="append", help="[all of them]")
     parser.add_argument("--texts", type=int, default=256, help="[%(default)s]")
     parser.add_argument("--tokens", type=int, default=128, help="of each [%(default)s]")
@@ -277,9 +322,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="[%(default)s]")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.judged and given.accuracy is None:
+        parser.error("--judged needs --accuracy")
     told: list[dict[str, Any]] = []
     if given.accuracy is not None:
-        told.append(accuracy(given.accuracy, given.threads))
+        told.append(accuracy(given.accuracy, given.threads, given.judged))
     else:
         texts = made_texts(given.texts, given.tokens)
         with tempfile.TemporaryDirectory() as root:

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from pagoda.bench.workload import BodyMaker, WorkloadRow, plain_ids
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.numbers import number, seed, whole
 from pagoda.settings.problems import ConfigError
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta, NextTokens
@@ -116,13 +118,16 @@ class BatchTimes:
         return cls(max(times[0] for times in arrivals) - started, max(times[-1] for times in arrivals) - started, gaps)
 
 
-def run_batch(local: Local, prompts: list[list[int]], params: SamplingParams) -> BatchTimes:
-    """Generate for all prompts at once.
+def run_batch(
+    local: Local, prompts: list[list[int]], params: SamplingParams, adapters: Sequence[Adapter | None] = (None,)
+) -> BatchTimes:
+    """Generate for all prompts at once. They have the `adapters` in turn.
 
     Raises:
         PagodaError: a request does not fit the model, or failed.
     """
-    opened = [local.open(prompt, params) for prompt in prompts]
+    turns = zip(prompts, itertools.cycle(adapters), strict=False)
+    opened = [local.open(prompt, params, adapter=adapter) for prompt, adapter in turns]
     watch = Stopwatch({request.record.request_id for request in opened})
     started = time.perf_counter()
     for request in opened:

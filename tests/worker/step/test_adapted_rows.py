@@ -62,6 +62,24 @@ def test_rows_have_the_slots_of_their_adapters_and_a_row_that_can_have_none_ends
     assert adapters.in_use[-1] == set(), "who has left needs no slot"
 
 
+def test_rows_with_the_same_adapter_are_neighbours_and_each_gets_its_own_answer() -> None:
+    runner, model = runner_of(FakeAdapters())
+    model.logits = lambda hidden, slots=None: FakeModel.logits(model, hidden)  # type: ignore[method-assign]
+    plain, _ = runner_of(None)
+    asked = [TWO, ONE, None, TWO, ONE, None, ONE]
+    prompts = [[5 + index] * (1 + index % 3) for index in range(len(asked))]
+    chunks = [Chunk(index, 0, len(prompt), True) for index, prompt in enumerate(prompts)]
+    rows = [new_row(index, prompts[index], [index], adapter=adapter) for index, adapter in enumerate(asked)]
+    found = runner.execute(StepPlan(step=1, new_rows=rows, chunks=chunks))
+    (batch,) = model.batches
+    assert batch.slots is not None
+    assert batch.slots.slots.tolist() == sorted(batch.slots.slots.tolist())
+    alone = [new_row(index, prompts[index], [index]) for index in range(len(asked))]
+    expected = plain.execute(StepPlan(step=1, new_rows=alone, chunks=chunks))
+    by_row = {one.row_id: one.token_ids for one in expected.outputs}
+    assert {one.row_id: one.token_ids for one in found.outputs} == by_row
+
+
 def test_a_step_without_adapters_is_none_with_slots() -> None:
     runner, model = runner_of(FakeAdapters())
     runner.execute(StepPlan(step=1, new_rows=[new_row(0, [5], [0])], chunks=[Chunk(0, 0, 1, True)]))

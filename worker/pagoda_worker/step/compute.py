@@ -57,6 +57,7 @@ class Compute:
         self._ops = loaded.ops
         self._device = loaded.device
         self._block_size = config.block_size
+        self._adapts = loaded.adapters.count > 0
         self._drafter = drafter or NoDrafts()
         self.caches = ((loaded, self.kv), *self._drafter.caches)
         self._accelerator = accelerator
@@ -69,7 +70,10 @@ class Compute:
 
     def arranged(self, work: Work) -> Work:
         """`work` in the order that is cheapest for `start`; no answer depends on it."""
-        return work if self._graphed is None else self._graphed.arranged(work)
+        if self._graphed is not None:
+            return self._graphed.arranged(work)
+        # Kernels read an adapter once for neighbours that have it.
+        return sorted(work, key=lambda item: item[0].slot) if self._adapts else work
 
     def start(self, work: Work, earlier: Sequence[OnDevice] = ()) -> OnDevice | OnHost | None:
         """Launch the computation; None if there is nothing to answer. `earlier` steps are not finished yet."""

@@ -72,6 +72,7 @@ static void finish_heads(const RopeArgs& a, const LinearOp& op, const Piece& p, 
 
 // Rows [from, to), the first of which is at x, through a panel; `matrix` is the first panel.
 PAGODA_INLINE void run_panel(Inputs& in, const LinearOp& op, const void* matrix, const uint16_t* x, const Piece& p, uint64_t use) {
+  if (op.slots) fetch_expansion(op, p.from, p.to, p.panel * PANEL);
   if (op.form.bits == 16) {
     const uint8_t* panel = (const uint8_t*)matrix + p.panel * ((size_t)(op.k / 2) * PANEL_ROW);
     linear_take(in.left, x, p.from, p.to, op, use);

@@ -15,7 +15,7 @@ namespace PAGODA_NS {
 
 constexpr size_t PANEL_ROW = 4 * PANEL;  // bytes
 // Distance in bytes of what is prefetched once; may reach past the end. Where groups take turns, it spans a whole turn.
-constexpr int FETCH_AHEAD = groups_of(MAX_ROWS, 2) == 2 ? 8192 : 16384;
+constexpr int FETCH_AHEAD = PAGODA_LEVEL >= 2 ? 8192 : 4096, TURNS_AHEAD = 16384;
 
 // w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
 static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out) {
@@ -143,8 +143,17 @@ struct Ahead {
     step = (PANEL_ROW + times - 1) / times;
     half = step / 2;
     single = tiles == 1;
-    how = !single ? Fetch::NEAR : past_caches() ? Fetch::PAST : turns == 1 ? Fetch::TWICE : Fetch::NEAR;
-    at = (const char*)panel + (!single ? bytes : how == Fetch::TWICE ? FAR_AHEAD : FETCH_AHEAD);
+    how = Fetch::NEAR;
+    size_t distance = bytes;
+    if (single && turns > 1) {
+      if (past_caches()) how = Fetch::PAST;
+      distance = TURNS_AHEAD;
+    } else if (single) {
+      if (!past_caches()) how = Fetch::TWICE;
+      else if (PAGODA_LEVEL >= 2) how = Fetch::PAST;  // below, sums take so long that bypassed lines are gone again
+      distance = how == Fetch::TWICE ? FAR_AHEAD : FETCH_AHEAD;
+    }
+    at = (const char*)panel + distance;
   }
   PAGODA_INLINE_MEMBER void fetch() {
     if (how == Fetch::PAST) fetch<Fetch::PAST>();

@@ -7,6 +7,7 @@
 #include "program.h"
 #include "segments.h"
 #include "simd.h"
+#include "tile.h"
 
 namespace PAGODA_NS {
 
@@ -34,10 +35,14 @@ static __attribute__((noinline)) void shrink_some(const ShrinkOp& op, const LowS
   for (int t = 0; t < TOKENS; ++t)
 #pragma GCC unroll 4
     for (int r = 0; r < RANKS; ++r) acc[t][r] = zero();
+  const uint16_t* next = a + (size_t)RANKS * op.k;  // lines are too short for the hardware to find out that they are streams
   for (int i = 0; i < op.k; i += 16) {
     f16 lines[RANKS];
 #pragma GCC unroll 4
-    for (int r = 0; r < RANKS; ++r) lines[r] = bf16_below(a + (size_t)r * op.k + i, op.k - i);
+    for (int r = 0; r < RANKS; ++r) {
+      lines[r] = bf16_below(a + (size_t)r * op.k + i, op.k - i);
+      prefetch(next + (size_t)r * op.k + i);
+    }
 #pragma GCC unroll 4
     for (int t = 0; t < TOKENS; ++t) {
       const f16 values = bf16_below(x + (size_t)t * op.k + i, op.k - i);
@@ -66,24 +71,25 @@ static int shrink_pieces(const ShrinkOp& op, const Step& s) {
   return (s.num_tokens + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE * (op.width / 16);
 }
 
+// The slot of a token, or -1 if nothing is added to it.
+PAGODA_INLINE int32_t slot_of(const ShrinkOp& op, const Step& s, int token) {
+  const int32_t slot = s.slots ? s.slots[token] : -1;
+  return slot >= 0 && op.slots[slot].rank == 0 ? -1 : slot;
+}
+
 // A piece is 16 ranks for a few tokens; their first piece also writes the tokens' slots.
 static void shrink_piece(const ShrinkOp& op, const Step& s, int item) {
   const int pieces = op.width / 16, first = item / pieces * TOKENS_AT_ONCE, from = item % pieces * 16;
-  const int count = s.num_tokens - first < TOKENS_AT_ONCE ? s.num_tokens - first : TOKENS_AT_ONCE;
-  int32_t slots[TOKENS_AT_ONCE];
-  bool same = count == TOKENS_AT_ONCE;
-  for (int t = 0; t < count; ++t) {
-    slots[t] = s.slots ? s.slots[first + t] : -1;
-    if (slots[t] >= 0 && op.slots[slots[t]].rank == 0) slots[t] = -1;
-    same = same && slots[t] == slots[0];
-    if (from == 0) memcpy(op.low + (size_t)(first + t) * (LOW_HEAD + op.width), slots + t, sizeof *slots);
+  const int last = s.num_tokens - first < TOKENS_AT_ONCE ? s.num_tokens : first + TOKENS_AT_ONCE;
+  for (int t = first; t < last;) {
+    const int32_t slot = slot_of(op, s, t);
+    int count = 1;
+    while (t + count < last && slot_of(op, s, t + count) == slot) ++count;
+    for (int i = 0; from == 0 && i < count; ++i)
+      memcpy(op.low + (size_t)(t + i) * (LOW_HEAD + op.width), &slot, sizeof slot);
+    if (slot >= 0) with_rows<TOKENS_AT_ONCE>(count, [&](auto tokens) { shrink_tokens<decltype(tokens)::value>(op, slot, t, from); });
+    t += count;
   }
-  if (same) {
-    if (slots[0] >= 0) shrink_tokens<TOKENS_AT_ONCE>(op, slots[0], first, from);
-    return;
-  }
-  for (int t = 0; t < count; ++t)
-    if (slots[t] >= 0) shrink_tokens<1>(op, slots[t], first + t, from);
 }
 
 // Adds an adapter's part of 16 outputs to TOKENS lines of a tile.
@@ -104,21 +110,31 @@ PAGODA_INLINE void expand_some(const LowSlot& adapter, const float* low, size_t 
   for (int t = 0; t < TOKENS; ++t) store(sums + t * PANEL, load(sums + t * PANEL) + total[t]);
 }
 
+// Fetches what `expand` will read for these rows and this panel, so that it arrives while they are multiplied.
+PAGODA_INLINE void fetch_expansion(const LinearOp& op, int first, int last, int column) {
+  const float* low = op.low + (size_t)first * (LOW_HEAD + op.low_width);
+  for (int r = first, before = -1; r < last; ++r, low += LOW_HEAD + op.low_width) {
+    const int slot = slot_in(low);
+    if (slot < 0 || slot == before) continue;
+    before = slot;
+    const int32_t* span = op.slots[slot].groups + 3 * (column / 16);
+    for (int half = 0; half < 2; ++half, span += 3)
+      for (int i = 0; i < span[1]; i += 2) prefetch(op.slots[slot].b + 16 * ((size_t)span[2] + i));
+  }
+}
+
 // Adds the adapters' part of a panel's outputs to the sums [rows][PANEL]. Rows without an adapter are not touched.
 static __attribute__((noinline)) void expand(float* sums, int rows, int first, int column, const LinearOp& op) {
   const size_t stride = LOW_HEAD + op.low_width;
   const float* low = op.low + (size_t)first * stride;
   for (int r = 0; r < rows;) {
     const int slot = slot_in(low + r * stride);
-    int same = 1;
-    while (same < TOKENS_AT_ONCE && r + same < rows && slot_in(low + (r + same) * stride) == slot) ++same;
-    const int count = same == TOKENS_AT_ONCE ? TOKENS_AT_ONCE : 1;
-    for (int half = 0; slot >= 0 && half < 2; ++half) {
-      const LowSlot& adapter = op.slots[slot];
-      float* to = sums + r * PANEL + 16 * half;
-      if (count > 1) expand_some<TOKENS_AT_ONCE>(adapter, low + r * stride, stride, column / 16 + half, to);
-      else expand_some<1>(adapter, low + r * stride, stride, column / 16 + half, to);
-    }
+    int count = 1;
+    while (count < TOKENS_AT_ONCE && r + count < rows && slot_in(low + (r + count) * stride) == slot) ++count;
+    for (int half = 0; slot >= 0 && half < 2; ++half)
+      with_rows<TOKENS_AT_ONCE>(count, [&](auto tokens) {
+        expand_some<decltype(tokens)::value>(op.slots[slot], low + r * stride, stride, column / 16 + half, sums + r * PANEL + 16 * half);
+      });
     r += count;
   }
 }
