@@ -4,7 +4,7 @@
 
     pass      256 rows that only decode: `Scheduler.schedule` and `Scheduler.apply`, per step
     wire      the same rows between engine core and worker: bytes, and encoding and decoding, per row and step
-    groups    32 workers of 256 rows on one engine core: how long a worker that has answered waits for its next plan
+    groups    `--workers` of 256 rows on one engine core: how long one that has answered waits for its next plan
     tokens    one token of 256 streams from the scheduler to the gateway's detokenizer, per token and process
 
 All times are processor time of one thread, so other work on the machine matters little; for each figure, the smallest
@@ -27,6 +27,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
+from pagoda.processes.garbage import keep_out_of_collections
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.policy import POLICIES
 from pagoda_engine_core.engine import EngineCore
@@ -50,7 +51,7 @@ from pagoda_proto.records import Delta, Generate, Load, NextTokens, RequestRecor
 from pagoda_proto.steps import PROTOCOL_VERSION, Hello, KVGroup, RowOutput, StepPlan, StepResult
 from pagoda_proto.times import LivedClock
 
-ROWS, WORKERS, BLOCK_SIZE = 256, 32, 16
+ROWS, BLOCK_SIZE = 256, 16
 WARM_UP_STEPS = 40
 STEPS = 200
 GROUP_STEPS = 100
@@ -75,8 +76,7 @@ def make_hello(name: str) -> Hello:
     )  # fmt: skip
 
 
-def config() -> EngineConfig:
-    most = WORKERS * ROWS
+def config(most: int = ROWS) -> EngineConfig:
     return EngineConfig(max_rows=ROWS, speculation_tokens=0, max_queued_requests=most, worker_endpoint="ipc:///none")
 
 
@@ -193,13 +193,13 @@ class Groups:
 
     concurrent = False  # the delay of plans is measured, so none may be delayed on purpose
 
-    def __init__(self, step_s: float, seed: int) -> None:
+    def __init__(self, step_s: float, workers: int, seed: int) -> None:
         self._random = random.Random(seed)
         self._step_s = step_s
         self._skipped_s = -time.thread_time()
         self._events: list[ExecutorEvent] = []
         self._due: list[tuple[float, int, StepResult]] = []
-        self._workers = {epoch: Worker() for epoch in range(1, WORKERS + 1)}
+        self._workers = {epoch: Worker() for epoch in range(1, workers + 1)}
         self._free_at = {epoch: step_s * self._random.random() for epoch in self._workers}
         self._answered_at: dict[int, deque[float]] = {epoch: deque() for epoch in self._workers}
         self.own_s = 0.0  # processor time of the simulation itself
@@ -252,24 +252,24 @@ class Groups:
     def close(self) -> None: ...
 
 
-def measure_groups(step_s: float, seed: int) -> dict[str, Figures]:
-    groups = Groups(step_s, seed)
-    engine = EngineCore(config(), groups, groups.now)
+def measure_groups(step_s: float, workers: int, seed: int) -> dict[str, Figures]:
+    groups = Groups(step_s, workers, seed)
+    engine = EngineCore(config(workers * ROWS), groups, groups.now)
     engine.step(0.0)
     sink = NoSink()
-    for index in range(WORKERS * ROWS):
+    for index in range(workers * ROWS):
         engine.submit(make_record(index), sink)
-        if index % WORKERS == 0:
+        if index % workers == 0:
             engine.step()
-    while engine.load().num_running < WORKERS * ROWS:
+    while engine.load().num_running < workers * ROWS:
         engine.step()
     groups.waits.clear()
-    while len(groups.waits) < WARM_UP_STEPS * WORKERS:
+    while len(groups.waits) < WARM_UP_STEPS * workers:
         engine.step()
     groups.waits.clear()
     groups.idle.clear()
     began, answers = time.thread_time() - groups.own_s, len(groups.waits)
-    while len(groups.waits) < GROUP_STEPS * WORKERS:
+    while len(groups.waits) < GROUP_STEPS * workers:
         engine.step()
     spent_s = time.thread_time() - groups.own_s - began
     per_step = spent_s / (len(groups.waits) - answers)
@@ -314,8 +314,7 @@ class Instant(Groups):
     """One worker whose steps take no time."""
 
     def __init__(self) -> None:
-        super().__init__(0.0, 0)
-        self._events = self._events[:1]
+        super().__init__(0.0, 1, 0)
 
 
 def make_pool() -> tuple[RequestPool, Core]:
@@ -368,15 +367,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--workers", type=int, default=32, help="of `groups` [%(default)s]")
     parser.add_argument("--sections", default="pass,wire,groups,tokens")
     parser.add_argument("--json", help="write everything there")
     args = parser.parse_args()
     sections: dict[str, Callable[[int], dict[str, Figures]]] = {
         "pass": lambda number: measure_pass(),
         "wire": lambda number: measure_wire(),
-        "groups": lambda number: measure_groups(args.step_ms / 1e3, number),
+        "groups": lambda number: measure_groups(args.step_ms / 1e3, args.workers, number),
         "tokens": lambda number: measure_tokens(),
     }
+    keep_out_of_collections()  # as an engine core does
     chosen = {name: sections[name] for name in args.sections.split(",")}
     runs: dict[str, list[dict[str, Figures]]] = defaultdict(list)
     for number, (name, measure) in itertools.product(range(args.repeat), chosen.items()):

@@ -149,14 +149,17 @@ class RoundedRows : public Kept {
 #endif
     return (LEVEL*)(levels_ + (size_t)row * stride_) + input;
   }
+  // Not inlined: within a larger function, gcc keeps the sum in memory.
   template <typename LEVEL, bool TILED>
-  void round_group(const uint16_t* x, int row, int group, int size, int32_t zero) {
+  __attribute__((noinline)) void round_group(const uint16_t* x, int row, int group, int size, int32_t zero) {
     const size_t begin = (size_t)group * size;
     const uint16_t* from = x + begin;
     const float most = as_float(largest_magnitude(from, size) << 16);
     const f16 inverse = set1(most >= FAINT ? 127.0f / most : 0.0f);
     ints total = set1(0);
-    for (int i = 0; i < size; i += 16) total = total + store_rounded(level<LEVEL, TILED>(row, begin + i), load_bf16(from + i) * inverse);
+    LEVEL* const to = level<LEVEL, TILED>(row, begin);
+    for (int i = 0; i < size; i += 16)
+      total = total + store_rounded(TILED ? level<LEVEL, TILED>(row, begin + i) : to + i, load_bf16(from + i) * inverse);
     const size_t at = (size_t)group * rows_ + row;
     scales_[at] = most * (1.0f / 127.0f);  // propagates infinity and NaN
     offsets_[at] = -zero * sum(total);
