@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,27 @@ for line in sys.stdin:
 def pagoda(*words: str) -> Done:
     command = [sys.executable, "-m", "pagoda.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@contextlib.contextmanager
+def answering(status: int) -> Iterator[str]:
+    """The URL of a server that gives every request this status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +166,22 @@ def test_a_server_that_is_not_there_is_one_line_and_exit_code_3(told: Told, word
     done = told(*words, "--base-url", "http://127.0.0.1:1")
     assert done.returncode == 3
     assert done.stderr.startswith("pagoda: error: cannot connect to 127.0.0.1:1")
+
+
+@pytest.mark.parametrize("words", [("chat",), ("complete", "once"), ("bench", "serve")])
+@pytest.mark.parametrize(("status", "code"), [(502, 3), (503, 3), (504, 3), (500, 2), (401, 2)])
+def test_what_may_succeed_later_is_exit_code_3(told: Told, words: tuple[str, ...], status: int, code: int) -> None:
+    with answering(status) as url:
+        done = told(*words, "--base-url", url)
+    assert done.returncode == code
+    assert done.stderr == f"pagoda: error: GET /v1/models: http {status}\n"
+
+
+def test_an_answer_that_is_not_to_be_had_now_is_exit_code_3(told: Told) -> None:
+    with answering(503) as url:
+        done = told("complete", "once", "--model", "m", "--base-url", url)
+    assert done.returncode == 3
+    assert "http 503" in done.stderr
 
 
 def test_config_validate_checks_what_only_a_tier_apart_reads(told: Told, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from pagoda.settings.numbers import number, seed, whole
 from pagoda.settings.problems import ConfigError, UnreachableError
 from pagoda.settings.resolving import environment_value
-from pagoda.tools.http_stream import Connection, HttpError, NoConnection, Target
+from pagoda.tools.http_stream import Connection, HttpError, NotNow, Target, refused
 from pagoda.tools.timing import Timing, decode_event
 
 QUIET_TIMEOUT_S = 600.0
@@ -20,7 +20,7 @@ QUIET_TIMEOUT_S = 600.0
 
 def problem_of(error: Exception, about: str = "") -> ConfigError:
     """The exception to raise for a failed exchange; its message begins with `about`."""
-    kind = UnreachableError if isinstance(error, NoConnection) else ConfigError
+    kind = UnreachableError if isinstance(error, NotNow) else ConfigError
     return kind([f"{about}{error}"])
 
 
@@ -65,7 +65,7 @@ async def first_model(target: Target, timeout_s: float) -> str:
     answer = await connection.exchange(target.request("GET", "/v1/models"), lambda now, event: None, timeout_s)
     connection.close()
     if answer.status != 200:
-        raise HttpError(f"GET /v1/models: http {answer.status}")
+        raise refused(answer.status, f"GET /v1/models: http {answer.status}")
     try:
         return str(json.loads(answer.body)["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as error:
@@ -95,7 +95,7 @@ async def ask(session: Ask, path: str, question: dict[str, Any]) -> str:
     connection.close()
     timing.finish(answer)
     if timing.error is not None:
-        raise HttpError(timing.error)
+        raise refused(answer.status, timing.error)
     print(flush=True)
     print(_pace(timing), file=sys.stderr)
     return "".join(pieces)

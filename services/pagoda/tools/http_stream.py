@@ -25,8 +25,15 @@ class HttpError(Exception):
     """The exchange failed: no connection, a broken answer, or a timeout."""
 
 
-class NoConnection(HttpError):
-    """No connection could be made."""
+class NotNow(HttpError):
+    """The same may succeed later: no connection could be made, or the server, or a proxy before it, answers so."""
+
+
+NOT_NOW = frozenset((502, 503, 504))
+
+
+def refused(status: int, message: str) -> HttpError:
+    return (NotNow if status in NOT_NOW else HttpError)(message)
 
 
 class StaleConnection(HttpError):
@@ -83,12 +90,12 @@ class Connection(asyncio.Protocol):
 
     @staticmethod
     async def open(target: Target) -> Connection:
-        """Raises NoConnection."""
+        """Raises NotNow."""
         loop = asyncio.get_running_loop()
         try:
             _, connection = await loop.create_connection(Connection, target.host, target.port, ssl=target.tls)
         except OSError as error:
-            raise NoConnection(f"cannot connect to {target.host}:{target.port}: {error.strerror or error}") from error
+            raise NotNow(f"cannot connect to {target.host}:{target.port}: {error.strerror or error}") from error
         return connection
 
     async def exchange(self, request: bytes, on_event: OnEvent, timeout_s: float) -> HttpAnswer:
