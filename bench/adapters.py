@@ -42,8 +42,8 @@ def make_adapter(model: Path, to: Path, rank: int, targets: Sequence[str], seed:
     for name, (outputs, inputs) in matrices(model, targets):
         stem = f"base_model.model.{name.removesuffix('.weight')}"
         for part, size in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            made = torch.empty(size).normal_(0, SPREAD, generator=generator)
-            tensors[f"{stem}.lora_{part}.weight"] = made.bfloat16()
+            numbers = torch.empty(size).normal_(0, SPREAD, generator=generator)
+            tensors[f"{stem}.lora_{part}.weight"] = numbers.bfloat16()
     if not tensors:
         raise ConfigError([f"{model} has none of the matrices {', '.join(targets)}"])
     to.mkdir()
@@ -66,9 +66,8 @@ def matrices(model: Path, targets: Sequence[str]) -> list[tuple[str, tuple[int, 
 def measure(local: Local, adapters: Sequence[Adapter | None], given: argparse.Namespace) -> list[tuple[float, float]]:
     """Seconds per step (without, with adapters) of every round that counts."""
     params = SamplingParams(temperature=0.0, max_tokens=given.output_len, ignore_eos=True)
-    workload = argparse.Namespace(seed=0, batch_size=given.rows, input_len=given.input_len)
-    workload.output_len = given.output_len
-    sides = ((None,), adapters or (None,))
+    workload = argparse.Namespace(seed=0, batch_size=given.rows, input_len=given.input_len, output_len=given.output_len)
+    sides = ((None,), adapters)
     pairs = []
     for index in range(-1, given.rounds):
         times = [0.0, 0.0]
@@ -80,7 +79,7 @@ def measure(local: Local, adapters: Sequence[Adapter | None], given: argparse.Na
     return pairs
 
 
-def made(root: Path, given: argparse.Namespace) -> dict[str, str | int]:
+def adapter_options(root: Path, given: argparse.Namespace) -> dict[str, str | int]:
     """Options with which the model has these adapters, whose files are made below `root`. Raises ConfigError."""
     places = {f"a{seed}": root / f"a{seed}" for seed in range(given.adapters)}
     for seed, place in enumerate(places.values()):
@@ -89,12 +88,14 @@ def made(root: Path, given: argparse.Namespace) -> dict[str, str | int]:
     return {"max_loras": given.adapters, "max_lora_rank": given.rank, "lora_modules": named}
 
 
-def those_of(local: Local, count: int) -> list[Adapter | None]:
+def adapters_of(local: Local, count: int) -> list[Adapter | None]:
     return [local.adapter(f"a{seed}") for seed in range(count)]
 
 
 def add_arguments(parser: argparse.ArgumentParser, count: int) -> None:
-    parser.add_argument("--adapters", type=whole(), default=count, help="mixed among the rows [%(default)s]")
+    parser.add_argument(
+        "--adapters", type=whole(min(count, 1)), default=count, help="mixed among the rows [%(default)s]"
+    )
     parser.add_argument("--rank", type=whole(1), default=16, help="of each adapter [%(default)s]")
     parser.add_argument("--targets", default=",".join(MATRICES), help="matrices with an adapter [%(default)s]")
 
@@ -108,9 +109,9 @@ def run(given: argparse.Namespace) -> list[tuple[float, float]]:
     }
     chosen = {name: value for name in ("quantization", "instruction_set") if (value := getattr(given, name))}
     with tempfile.TemporaryDirectory() as root:
-        local = Local.load(given.model, options | chosen | made(Path(root), given))
+        local = Local.load(given.model, options | chosen | adapter_options(Path(root), given))
         try:
-            return measure(local, those_of(local, given.adapters), given)
+            return measure(local, adapters_of(local, given.adapters), given)
         finally:
             local.engine.close()
 

@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.adapters import add_arguments, made, those_of
+from bench.adapters import adapter_options, adapters_of, add_arguments
 
 from pagoda.bench.latency import make_prompts, run_batch
 from pagoda.offline.local import Local
@@ -108,7 +108,7 @@ def measure(given: argparse.Namespace) -> Steps:
     if given.instruction_set:
         options["instruction_set"] = given.instruction_set
     with tempfile.TemporaryDirectory() as root:
-        return compare(given, options | (made(Path(root), given) if given.adapters else {}))
+        return compare(given, options | (adapter_options(Path(root), given) if given.adapters else {}))
 
 
 def compare(given: argparse.Namespace, options: dict[str, Any]) -> Steps:
@@ -118,7 +118,7 @@ def compare(given: argparse.Namespace, options: dict[str, Any]) -> Steps:
     with patch.object(Program, "run", lambda program, batch: steps.run(program, batch)):  # recordings keep this method
         local = Local.load(given.model, options)
         try:
-            adapters = those_of(local, given.adapters) or (None,)
+            adapters = adapters_of(local, given.adapters) or (None,)
             for index in range(given.rounds):
                 run_batch(local, make_prompts(workload, index, local.limits.vocab_size), params, adapters)
         finally:
