@@ -5,7 +5,9 @@ restricted to kernels that do not:
 
     oneDNN  ONEDNN_MAX_CPU_ISA  no AMX: its tiles split K by the number of rows
     MKL     MKL_CBWR            one code branch in its strict mode, which ignores the size and alignment of matrices;
-                                offered for Intel's processors only, elsewhere its usual kernels hold
+                                offered for Intel's processors only; elsewhere its usual kernels, which may not hold
+
+What is said to hold is tried before anything relies on it (`aten.rows_are_independent`).
 
 A variable that an operator has set is kept, and is part of `numerics_id`.
 

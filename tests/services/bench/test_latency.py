@@ -57,7 +57,7 @@ def test_a_failed_request_ends_the_measurement(fail: Callable[[Stopwatch], None]
             pytest.fail("it waits for the tokens of a request that has failed")
 
     opened = SimpleNamespace(record=SimpleNamespace(request_id="r"))
-    local: Any = SimpleNamespace(engine=Engine(), open=lambda prompt, params: opened)
+    local: Any = SimpleNamespace(engine=Engine(), open=lambda prompt, params, adapter: opened)
     with pytest.raises(PagodaError, match=message):
         run_batch(local, [[1]], SamplingParams())
 

@@ -159,9 +159,13 @@ def test_bits_of_a_row_do_not_depend_on_company_or_threads(
 @pytest.mark.parametrize("k", [512, 2048, 4864])
 @pytest.mark.parametrize("prepacks", [True, False])
 def test_torch(k: int, dtype: torch.dtype, prepacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the definition, with shards of every width, and each row in any batch."""
+    """Against the definition, with shards of every width, and each row in any batch.
+
+    MKL, which multiplies unless oneDNN's rows are independent, has independent rows on some processors only.
+    """
+    independent = aten.rows_are_independent
     if not prepacks:
-        monkeypatch.setattr(aten, "rows_are_independent", lambda prepacked: not prepacked)
+        monkeypatch.setattr(aten, "rows_are_independent", lambda prepacked: not prepacked and independent(prepacked))
     tuned, weight, bias = AtenOps(CPU), torch.randn(N, k).to(dtype), torch.randn(N).to(dtype)
     packed, x = tuned.pack_linear(weight, bias, MOST), torch.randn(150, k).to(dtype)
     whole = tuned.logits(x, packed)
@@ -169,7 +173,7 @@ def test_torch(k: int, dtype: torch.dtype, prepacks: bool, monkeypatch: pytest.M
         sums = tree_sum(torch.stack(sums_of(tuned, x, weight, width, MOST)))
         assert torch.equal(sums + bias, whole), width
     assert torch.equal(tuned.linear(x, packed), whole.to(dtype))
-    for rows in (*range(1, 18), 31, 64, 129):
+    for rows in (*range(1, 18), 31, 64, 129) if tuned.batch_invariant else ():
         assert torch.equal(tuned.logits(x[9 : 9 + rows], packed), whole[9 : 9 + rows]), rows
     expected = x.double() @ weight.double().T + bias.double()
     tolerance = 2.0**-8 if dtype == torch.bfloat16 else FLOAT32
