@@ -37,28 +37,25 @@ MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 def make_adapter(model: Path, to: Path, rank: int, targets: Sequence[str], seed: int) -> None:
-    """Raises ConfigError if the model has none of these matrices."""
     generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
     for name, (outputs, inputs) in matrices(model, targets):
         stem = f"base_model.model.{name.removesuffix('.weight')}"
         for part, size in (("A", (rank, inputs)), ("B", (outputs, rank))):
             numbers = torch.empty(size).normal_(0, SPREAD, generator=generator)
             tensors[f"{stem}.lora_{part}.weight"] = numbers.bfloat16()
-    if not tensors:
-        raise ConfigError([f"{model} has none of the matrices {', '.join(targets)}"])
-    to.mkdir()
+    to.mkdir(parents=True)
     save_file(tensors, to / "adapter_model.safetensors")
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(targets)}
     (to / "adapter_config.json").write_text(json.dumps(fields), encoding="utf-8")
 
 
 def matrices(model: Path, targets: Sequence[str]) -> list[tuple[str, tuple[int, int]]]:
-    """Name and [outputs, inputs] of each."""
+    """Name and [outputs, inputs] of each but those of experts, which can have no adapter."""
     found, ends = [], tuple(f".{target}.weight" for target in targets)
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118, it is no mapping
-                if name.endswith(ends):
+                if f".{name}".endswith(ends) and ".experts." not in name:
                     found.append((name, tuple(opened.get_slice(name).get_shape())))
     return found
 
@@ -80,10 +77,21 @@ def measure(local: Local, adapters: Sequence[Adapter | None], given: argparse.Na
 
 
 def adapter_options(root: Path, given: argparse.Namespace) -> dict[str, str | int]:
-    """Options with which the model has these adapters, whose files are made below `root`. Raises ConfigError."""
+    """Options with which the model has these adapters, whose files are made below `root`. Without `targets`, `given`
+    gets those that the model has. Raises ConfigError."""
+    model, asked = Path(given.model), given.targets.split(",") if given.targets else MATRICES
+    if not model.is_dir():
+        raise ConfigError([f"{model} is no directory in Hugging Face format"])
+    names = [name for name, _ in matrices(model, asked)]
+    targets = [target for target in asked if any(f".{name}".endswith(f".{target}.weight") for name in names)]
+    if not targets or (given.targets and len(targets) < len(asked)):
+        raise ConfigError([f"{model} has no {', '.join(target for target in asked if target not in targets)}"])
+    if given.adapters > given.rows:
+        raise ConfigError([f"{given.adapters} adapters need as many rows, not {given.rows}"])
+    given.targets = ",".join(targets)
     places = {f"a{seed}": root / f"a{seed}" for seed in range(given.adapters)}
     for seed, place in enumerate(places.values()):
-        make_adapter(Path(given.model), place, given.rank, given.targets.split(","), seed)
+        make_adapter(model, place, given.rank, targets, seed)
     named = ",".join(f"{name}={place}" for name, place in places.items())
     return {"max_loras": given.adapters, "max_lora_rank": given.rank, "lora_modules": named}
 
@@ -97,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser, count: int) -> None:
         "--adapters", type=whole(min(count, 1)), default=count, help="mixed among the rows [%(default)s]"
     )
     parser.add_argument("--rank", type=whole(1), default=16, help="of each adapter [%(default)s]")
-    parser.add_argument("--targets", default=",".join(MATRICES), help="matrices with an adapter [%(default)s]")
+    parser.add_argument("--targets", default="", help="matrices with an adapter [all of a layer]")
 
 
 def run(given: argparse.Namespace) -> list[tuple[float, float]]:
@@ -128,6 +136,8 @@ def main() -> None:
     parser.add_argument("--instruction-set", default="", metavar="LEVEL", help="[the best one]")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     given = parser.parse_args()
+    if given.json is not None and not given.json.parent.is_dir():
+        parser.error(f"--json: there is no directory {given.json.parent}")
     try:
         pairs = run(given)
     except (ConfigError, PagodaError) as error:

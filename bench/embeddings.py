@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -252,14 +253,29 @@ def own_texts(least: int) -> list[str]:
 
 
 def judged_pairs(file: Path) -> list[tuple[float, str, str]]:
-    """Pairs of texts that people scored: lines of score, text, text, apart by tabs, as SemEval's STS publishes them.
+    """Pairs of texts that people scored: lines of score, text, text, apart by tabs; what follows on a line is ignored.
 
-    Lines without a score are left out; their publishers leave it out of pairs on which people did not agree.
+    SemEval publishes scores and texts in files of their own, which `paste` puts together. Lines without a score are
+    left out: pairs that are not part of the evaluation have none. Raises SystemExit.
     """
-    lines = [line.split("\t") for line in file.read_text().splitlines()]
-    found = [(float(line[0]), line[1], line[2]) for line in lines if len(line) >= 3 and line[0]]
-    if not found:
-        raise SystemExit(f"{file} has no line of score, text, text")
+    found = []
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{file}: {error}") from None
+    for number, line in enumerate(lines, 1):
+        score, *texts = line.rstrip("\r").split("\t")
+        if not score.strip():
+            continue
+        try:
+            value = float(score)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or len(texts) < 2:
+            raise SystemExit(f"{file}, line {number}: a score and two texts are wanted, got {line[:60]!r}")
+        found.append((value, texts[0], texts[1]))
+    if len({score for score, *_ in found}) < 2:
+        raise SystemExit(f"{file}: pairs with at least two different scores are wanted")
     return found
 
 
@@ -279,7 +295,7 @@ def rank_correlation(vectors: Vectors, pairs: Sequence[tuple[float, str, str]]) 
 
 
 def accuracy(path: Path, threads: int, files: Sequence[Path]) -> dict[str, Any]:
-    texts, judged = own_texts(LEAST_TEXTS), {file.stem: judged_pairs(file) for file in files}
+    texts, judged = own_texts(LEAST_TEXTS), {str(file): judged_pairs(file) for file in files}
     reference = theirs(path, torch.float32, 16)
     expected = torch.as_tensor(reference(texts)).float()
     told: dict[str, Any] = {"texts": len(texts), "reference": _rankings(reference, judged)}

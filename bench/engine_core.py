@@ -28,6 +28,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from pagoda.processes.garbage import keep_out_of_collections
+from pagoda.settings.numbers import number, whole
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.policy import POLICIES
 from pagoda_engine_core.engine import EngineCore
@@ -365,24 +366,26 @@ def take(pool: RequestPool, core: Core, frames: list[bytes]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--workers", type=int, default=32, help="of `groups` [%(default)s]")
-    parser.add_argument("--sections", default="pass,wire,groups,tokens")
+    parser.add_argument("--repeat", type=whole(1), default=3, help="[%(default)s]")
+    parser.add_argument("--step-ms", type=number(0.1, 1e4), default=20.0, help="of `groups` [%(default)s]")
+    parser.add_argument("--workers", type=whole(1, 1000), default=32, help="of `groups` [%(default)s]")
+    parser.add_argument("--sections", default="pass,wire,groups,tokens", help="[%(default)s]")
     parser.add_argument("--json", help="write everything there")
     args = parser.parse_args()
     sections: dict[str, Callable[[int], dict[str, Figures]]] = {
-        "pass": lambda number: measure_pass(),
-        "wire": lambda number: measure_wire(),
-        "groups": lambda number: measure_groups(args.step_ms / 1e3, args.workers, number),
-        "tokens": lambda number: measure_tokens(),
+        "pass": lambda turn: measure_pass(),
+        "wire": lambda turn: measure_wire(),
+        "groups": lambda turn: measure_groups(args.step_ms / 1e3, args.workers, turn),
+        "tokens": lambda turn: measure_tokens(),
     }
+    if unknown := set(args.sections.split(",")) - sections.keys():
+        parser.error(f"--sections: {', '.join(sorted(unknown))}")
     keep_out_of_collections()  # as an engine core does
     chosen = {name: sections[name] for name in args.sections.split(",")}
     runs: dict[str, list[dict[str, Figures]]] = defaultdict(list)
-    for number, (name, measure) in itertools.product(range(args.repeat), chosen.items()):
+    for turn, (name, measure) in itertools.product(range(args.repeat), chosen.items()):
         gc.collect()
-        runs[name].append(measure(number))
+        runs[name].append(measure(turn))
     for name, repeated in runs.items():
         print(name)
         for line in repeated[0]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.gguf_files import DEMO
 
 from bench import adapters
@@ -25,11 +27,30 @@ def test_both_sides_are_measured(tmp_path: Path) -> None:
     assert all(second > 0 for pair in found["seconds"] for second in pair)
 
 
-def test_what_no_layer_has_is_refused() -> None:
-    command = [sys.executable, adapters.__file__, str(DEMO), "--targets", "c_fc"]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([str(DEMO), "--targets", "q_proj,c_fc"], "has no c_fc"),
+        (["/no/such", "--targets", "q_proj"], "/no/such is no directory"),
+        ([str(DEMO), "--adapters", "5", "--rows", "4"], "5 adapters need as many rows, not 4"),
+        ([str(DEMO), "--adapters", "0"], "argument --adapters"),
+        ([str(DEMO), "--json", "/no/such/file"], "there is no directory /no/such"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(words: list[str], message: str) -> None:
+    command = [sys.executable, adapters.__file__, *words]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
-    assert "has none of the matrices c_fc" in refused.stderr
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_without_targets_those_count_that_the_model_has(tmp_path: Path) -> None:
+    sizes = {"model.layers.0.self_attn.q_proj.weight": (8, 4), "model.layers.0.mlp.experts.0.up_proj.weight": (8, 4)}
+    save_file({name: torch.zeros(size) for name, size in sizes.items()}, tmp_path / "model.safetensors")
+    given = argparse.Namespace(model=str(tmp_path), targets="", adapters=1, rows=1, rank=2)
+    adapters.adapter_options(tmp_path / "made", given)
+    assert given.targets == "q_proj"
 
 
 def test_every_layer_has_its_own_numbers(tmp_path: Path) -> None:

@@ -35,6 +35,24 @@ def test_the_correlation_is_that_of_ranks_alone() -> None:
 def test_lines_without_a_score_are_left_out(tmp_path: Path) -> None:
     (file := tmp_path / "sts.tsv").write_text("\tno score\tx\n4.5\tone\tother\tmore\n\n2\ta\tb\n")
     assert embeddings.judged_pairs(file) == [(4.5, "one", "other"), (2.0, "a", "b")]
-    file.write_text("\ta\tb\n")
-    with pytest.raises(SystemExit, match=r"sts\.tsv has no line of score"):
+    file.write_bytes("1\ta\u2028b\tc\x0bd\r\n2\te\tf".encode())
+    assert embeddings.judged_pairs(file) == [(1.0, "a\u2028b", "c\x0bd"), (2.0, "e", "f")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\ta\tb\n", "two different scores"),
+        ("1\ta\tb\n1\tc\td\n", "two different scores"),
+        ("score\ta\tb\n", "line 1: a score and two texts are wanted, got 'score"),
+        ("1\ta\tb\nnan\ta\tb\n", "line 2"),
+        ("1\ta\n", "line 1"),
+        (None, "No such file"),
+    ],
+)
+def test_other_files_are_refused(text: str | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "sts.tsv"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit, match=message):
         embeddings.judged_pairs(file)

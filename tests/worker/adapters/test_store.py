@@ -139,6 +139,18 @@ def test_of_ends_that_stay_tied_the_config_names_the_embedding_alone(tmp_path: P
         read_adapter(path, identify(path, 10**6).digest, PLACES, LIMITS, torch.float32)
 
 
+@pytest.mark.parametrize(("pattern", "rank", "scales"), [("embed_tokens", 5, (3.2, 2.0)), ("lm_head", 8, (2.0, 3.2))])
+def test_ends_that_stay_tied_have_the_rank_of_the_embedding_and_each_its_own_scale(
+    pattern: str, rank: int, scales: tuple[float, float], tmp_path: Path
+) -> None:
+    """As PEFT 0.21 writes and applies them."""
+    ends = embedding_factors(EMBED, (40, 16), rank) | factors({HEAD: (40, 16)}, lambda name: rank)
+    path = write(tmp_path, ends, target_modules=[EMBED], ensure_weight_tying=True, rank_pattern={pattern: 5})
+    found = read_adapter(path, identify(path, 10**6).digest, PLACES, LIMITS, torch.float32).factors
+    assert (len(found[EMBED].a), len(found[HEAD].a)) == (rank, rank)
+    assert (found[EMBED].scale, found[HEAD].scale) == scales
+
+
 def without(tensors: Tensors, name: str) -> Tensors:
     return {own: tensor for own, tensor in tensors.items() if own != name}
 
