@@ -76,19 +76,23 @@ def measure(local: Local, adapters: Sequence[Adapter | None], given: argparse.Na
     return pairs
 
 
-def adapter_options(root: Path, given: argparse.Namespace) -> dict[str, str | int]:
-    """Options with which the model has these adapters, whose files are made below `root`. Without `targets`, `given`
-    gets those that the model has. Raises ConfigError."""
+def targets_of(given: argparse.Namespace) -> list[str]:
+    """The matrices that were asked for, or else those of MATRICES that the model has. Raises ConfigError."""
     model, asked = Path(given.model), given.targets.split(",") if given.targets else MATRICES
     if not model.is_dir():
         raise ConfigError([f"{model} is no directory in Hugging Face format"])
-    names = [name for name, _ in matrices(model, asked)]
-    targets = [target for target in asked if any(f".{name}".endswith(f".{target}.weight") for name in names)]
-    if not targets or (given.targets and len(targets) < len(asked)):
-        raise ConfigError([f"{model} has no {', '.join(target for target in asked if target not in targets)}"])
+    there = {name.removesuffix(".weight").rpartition(".")[2] for name, _ in matrices(model, asked)}
+    missing = [target for target in asked if target not in there]
+    if not there or (given.targets and missing):
+        raise ConfigError([f"{model} has no {', '.join(missing)}"])
+    return [target for target in asked if target in there]
+
+
+def adapter_options(root: Path, given: argparse.Namespace) -> dict[str, str | int]:
+    """Options with which the model has these adapters, whose files are made below `root`. Raises ConfigError."""
     if given.adapters > given.rows:
         raise ConfigError([f"{given.adapters} adapters need as many rows, not {given.rows}"])
-    given.targets = ",".join(targets)
+    model, targets = Path(given.model), targets_of(given)
     places = {f"a{seed}": root / f"a{seed}" for seed in range(given.adapters)}
     for seed, place in enumerate(places.values()):
         make_adapter(model, place, given.rank, targets, seed)
@@ -139,14 +143,14 @@ def main() -> None:
     if given.json is not None and not given.json.parent.is_dir():
         parser.error(f"--json: there is no directory {given.json.parent}")
     try:
-        pairs = run(given)
+        pairs, targets = run(given), ",".join(targets_of(given))
     except (ConfigError, PagodaError) as error:
         parser.error(str(error))
     ratios = sorted(without / adapted for without, adapted in pairs)
     without_ms, with_ms = (1000 * statistics.median(times) for times in zip(*pairs, strict=True))
     print(
         f"{given.rows} rows: {without_ms:.2f} ms a step without adapters, {with_ms:.2f} ms with {given.adapters} of "
-        f"rank {given.rank} on {given.targets}; without / with {statistics.median(ratios):.3f} "
+        f"rank {given.rank} on {targets}; without / with {statistics.median(ratios):.3f} "
         f"({ratios[0]:.3f}-{ratios[-1]:.3f} of {len(ratios)} rounds)"
     )
     if given.json is not None:

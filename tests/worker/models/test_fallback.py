@@ -192,10 +192,17 @@ def test_a_wrongly_packed_layer_is_refused(tmp_path: Path, monkeypatch: pytest.M
         load_model(WorkerConfig(model=str(small_llama(tmp_path)), dtype="bfloat16", kernels="torch"))
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "bloom"])
-def test_layers_that_are_not_plain_attention(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("mamba", "layers of type linear_attention are not supported|0 of 3 layers use plain attention"),
+        ("bloom", "0 of 3 layers use plain attention"),
+    ],
+)
+def test_layers_that_are_not_plain_attention(model_type: str, message: str, tmp_path: Path) -> None:
+    """Only newer versions of transformers give mamba's config a kind of layer."""
     path = save(make_model(model_type, {}), tmp_path / model_type)
-    with pytest.raises(UnsupportedConfig, match=r"0 of 3 layers use plain attention|of type linear_attention"):
+    with pytest.raises(UnsupportedConfig, match=message):
         load_model(WorkerConfig(model=str(path), dtype="float32", kernels="torch"))
 
 

@@ -145,14 +145,14 @@ def _tying_problems(touched: set[str], peft: PeftConfig, places: Places) -> list
 def _rank_problems(
     own: str, entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limits: Limits
 ) -> list[str]:
-    rank, module = peft.rank(_owner(own, peft, places)), places.modules[own]
+    rank, module = peft.rank(_source_of(own, peft, places)), places.modules[own]
     if rank > limits.rank:
         return [f"{own} has rank {rank}, more than max_lora_rank={limits.rank}"]
     shapes = zip(module.tensors(own), ((rank, module.inputs), (module.outputs, rank)), strict=True)
     return [line for tensor, shape in shapes for line in _shape_problems(tensor, entries, shape)]
 
 
-def _owner(own: str, peft: PeftConfig, places: Places) -> str:
+def _source_of(own: str, peft: PeftConfig, places: Places) -> str:
     """Where the numbers of an end that must stay tied come from: PEFT gives the head those of the embedding, but scales
     each by its own name."""
     ends = places.tied if peft.tying and own in places.tied else {own}
