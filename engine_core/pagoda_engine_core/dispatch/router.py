@@ -59,7 +59,7 @@ class Router:
         self._totals: Counter[str] = Counter()  # of workers that are gone
         self._fleet = Pace()
         self.workers: dict[int, Worker] = {}
-        self._start_s = 0.0  # longest startup of a worker so far
+        self._start_s, self._first_expiry = 0.0, math.inf  # longest startup of a worker; when to look at new requests
         self.refused_numerics = ""  # of the last worker refused for not having the needed ones
 
     # --- workers -----------------------------------------------------------------------------------------------------
@@ -139,6 +139,7 @@ class Router:
         if self.workers and request.ledger.cause is Cause.QUEUED_NO_WORKER:
             request.ledger.enter(Cause.QUEUED_BEHIND, now)
         self._queue.add(request, Rank.of(request), now)
+        self._first_expiry = min(self._first_expiry, now + self._patience_s(request))
 
     def ahead_of(self, request: Request) -> Ahead:
         """What a request not queued yet would wait behind."""
@@ -196,16 +197,22 @@ class Router:
 
     def expire(self, now: float) -> list[Delta]:
         """End requests that could not start in time, and begun ones that found no worker to continue them in time."""
-        return [delta for queued in self._queue.entries() for delta in self._expire(queued, now)]
+        if now < self._first_expiry:
+            return [delta for queued in self._queue.begun_entries() for delta in self._expire(queued, now)]
+        deltas = [delta for queued in self._queue.entries() for delta in self._expire(queued, now)]
+        times = (one.since + self._patience_s(one.request) for one in self._queue.entries())
+        self._first_expiry = min(times, default=math.inf)
+        return deltas
+
+    def _patience_s(self, request: Request) -> float:
+        if request.resumes:
+            return NO_WORKER_WAIT_S + 2 * self._start_s
+        return self._config.patience_s(request.record.queue_timeout_s)
 
     def _expire(self, queued: QueuedRequest, now: float) -> list[Delta]:
-        request = queued.request
-        if request.resumes:
-            if any(worker.scheduler.serves(request) for worker in self.workers.values()):
-                queued.since = now
-            patience_s = NO_WORKER_WAIT_S + 2 * self._start_s
-        else:
-            patience_s = self._config.patience_s(request.record.queue_timeout_s)
+        request, patience_s = queued.request, self._patience_s(queued.request)
+        if request.resumes and any(worker.scheduler.serves(request) for worker in self.workers.values()):
+            queued.since = now
         if now - queued.since < patience_s:
             return []
         self._queue.remove(request.request_id)

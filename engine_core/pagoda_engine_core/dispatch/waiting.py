@@ -71,6 +71,7 @@ class WaitingQueue:
         self._arrivals = itertools.count()
         self._lines: dict[str, list[QueuedRequest]] = {}  # none is empty
         self._by_id: dict[str, QueuedRequest] = {}
+        self._begun: dict[str, QueuedRequest] = {}  # those of `_by_id` that are not new
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -78,15 +79,19 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[QueuedRequest]:
         """In order. While iterating, the caller may remove entries and charge the tenant whose turn it was."""
-        lines = {tenant: iter(tuple(line)) for tenant, line in self._lines.items()}
-        heads = [(self._turn(tenant, head := next(line)), tenant, head) for tenant, line in lines.items()]
+        heads = [(self._turn(tenant, line[0]), tenant, line[0]) for tenant, line in self._lines.items()]
         heapq.heapify(heads)  # no two turns are equal
         while heads:
             _, tenant, queued = heapq.heappop(heads)
             if queued.request.request_id in self._by_id:
                 yield queued
-            if (follower := next(lines[tenant], None)) is not None:
+            if (follower := self._after(tenant, queued.place)) is not None:
                 heapq.heappush(heads, (self._turn(tenant, follower), tenant, follower))
+
+    def _after(self, tenant: str, place: _Place) -> QueuedRequest | None:
+        line = self._lines.get(tenant, [])
+        at = bisect.bisect_right(line, place, key=_place)
+        return line[at] if at < len(line) else None
 
     def _turn(self, tenant: str, head: QueuedRequest) -> tuple[Rank, float, float, int, _Place]:
         """The sort key of a tenant's head. Among tenants served equally, the one with fewer waiting requests is first,
@@ -102,6 +107,8 @@ class WaitingQueue:
             self._fairness.comes(tenant, self._lines.keys())
         bisect.insort(self._lines.setdefault(tenant, []), queued, key=_place)
         self._by_id[request.request_id] = queued
+        if rank is not Rank.NEW:
+            self._begun[request.request_id] = queued
         self.num_tokens += request.num_prompt_tokens
 
     def ahead_of(self, request: Request, rank: Rank) -> Ahead:
@@ -120,6 +127,7 @@ class WaitingQueue:
     def remove(self, request_id: str) -> None:
         """Raises KeyError if the request is not here."""
         queued = self._by_id.pop(request_id)
+        self._begun.pop(request_id, None)
         tenant = self._fairness.tenant(queued.request)
         line = self._lines[tenant]
         del line[bisect.bisect_left(line, queued.place, key=_place)]
@@ -137,9 +145,14 @@ class WaitingQueue:
         """Entries in order of arrival, which is cheaper than queue order; they may be removed while iterating."""
         return list(self._by_id.values())
 
+    def begun_entries(self) -> list[QueuedRequest]:
+        """`entries` without the new requests, of which there may be many more."""
+        return list(self._begun.values())
+
     def take_all(self) -> list[Request]:
         requests = [queued.request for queued in self.entries()]
         self._lines.clear()
         self._by_id.clear()
+        self._begun.clear()
         self.num_tokens = 0
         return requests

@@ -31,6 +31,7 @@ from pagoda.offline.reading import (
     ScoringOutput,
 )
 from pagoda.offline.replaying import replayed
+from pagoda.processes.garbage import fewer_collections
 from pagoda_gateway.generation.transcripts import Transcript
 from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
@@ -265,6 +266,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @fewer_collections()
     def _open(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], adapter: Adapter | None = None
     ) -> list[OfflineRequest]:
@@ -278,6 +280,7 @@ class LLM:
             raise failure(errors)
         return opened
 
+    @fewer_collections()
     def _run(self, requests: list[Any], show_progress: bool) -> list[Any]:
         self._local.check_process()
         engine = self._local.engine

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from msgspec.structs import replace
 
 from pagoda.offline.local import Local, Prompt, as_list, failure
+from pagoda.processes.garbage import fewer_collections
 from pagoda_gateway.pooling.vectors import cosine, floats, of_tokens
 from pagoda_gateway.text.reading import Pair, Tokens, tokens_of
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
@@ -153,6 +154,7 @@ class Reads:
         pairs = [(done[query], done[document]) for query, document in zip(queries, documents, strict=True)]
         return [other.shown(ScoringOutput(cosine(floats(one.data), floats(other.data)))) for one, other in pairs]
 
+    @fewer_collections()
     def _opened(
         self, given: Sequence[Prompt | Pair], params: Sequence[PoolingParams], keep: int | None
     ) -> list[ReadRequest]:

@@ -528,6 +528,19 @@ def test_what_no_worker_ever_makes_a_token_of_ends_whoever_is_to_blame() -> None
     assert bench.endings()[request.request_id].error_code is ErrorCode.INTERNAL
 
 
+def test_a_request_expires_at_its_own_time_whatever_came_before_it() -> None:
+    bench = Bench(queue_timeout_s=60)
+    for seconds in (40, 0, 20, 0, 5):
+        bench.add(make_record(request_id=f"{seconds}-{bench.router.num_waiting}", queue_timeout_s=seconds))
+    expired = {
+        second: [ending.request_id for ending in bench.router.expire(NOW + second)] for second in (4, 6, 19, 21, 59, 61)
+    }
+    assert expired == {4: [], 6: ["5-4"], 19: [], 21: ["20-2"], 59: ["40-0"], 61: ["0-1", "0-3"]}
+    bench.now = NOW + 100
+    bench.add(make_record(request_id="later", queue_timeout_s=1))
+    assert [ending.request_id for ending in bench.router.expire(NOW + 102)] == ["later"]
+
+
 def test_waiting_requests_can_be_aborted_and_expire() -> None:
     bench = Bench(queue_timeout_s=60)
     aborted, partly = bench.add(make_record()), bench.add(make_record(n=2, queue_timeout_s=5))
