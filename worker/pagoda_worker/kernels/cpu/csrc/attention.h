@@ -34,10 +34,12 @@ PAGODA_INLINE int tiles_of(const AttentionArgs& a, int count) {
 template <typename F>
 PAGODA_INLINE void each_tile(const AttentionArgs& a, const AttentionScratch& s, int count, int from, F&& f) {
   const int tiles = tiles_of(a, count);
+  const bool wide = widens(a, count), together = wide || kept_once(a);  // all tiles before the first meets the values
   for (int t = 0; t < tiles; ++t) {
     const int line = count * t / tiles, next = count * (t + 1) / tiles;
     const int seen = first_seen(a, s.position[line]), after = end_seen(a, s.position[next - 1], s.length);
-    const View v{line, from, seen > from ? seen : from, after < from + SPLIT ? after : from + SPLIT, kept_once(a) ? line : 0};
+    const int first = seen > from ? seen : from, last = after < from + SPLIT ? after : from + SPLIT;
+    const View v{line, from, first, last, together ? line : 0, wide ? line : 0};
     if (v.first < v.last) f(v, next - line);
   }
 }
@@ -74,6 +76,10 @@ static void attend_split(const AttentionArgs& a, int count, const int32_t* table
         [&](const View& v, int rows) { weigh_by_tiles(a, v, rows, part, s); },
         [&](const View& v, int rows, int d, int after) { gain_by_tiles(a, v, rows, d, after, part, s); });
   }
+#endif
+#if PAGODA_LEVEL == 1
+  if (widens(a, count))
+    return attend_wide(a, from, low / 16, (high + 15) / 16, part, s, [&](auto&& f) { each_tile(a, s, count, from, f); });
 #endif
   attend_tiles(
       a, count, from, low / 16, (high + 15) / 16, end, s,

@@ -27,6 +27,11 @@ constexpr int TILE_LINES = TILE_ROWS;  // the most lines computed together
 constexpr int LINES = 48;
 constexpr int TILE_LINES = MAX_ROWS;
 #endif
+#if PAGODA_LEVEL == 1
+constexpr int SCORE_LINES = LINES;  // whose scores are kept at once
+#else
+constexpr int SCORE_LINES = TILE_LINES;
+#endif
 constexpr int AHEAD = 4;   // prefetch distance, in groups of keys
 constexpr int LAID_DIMS = 64;  // dims of values that are laid out at a time
 constexpr float MASKED = -1e30f;
@@ -68,6 +73,13 @@ struct Chunks {
 };
 #endif
 
+#if PAGODA_LEVEL == 1
+// Keys of 16 tokens, or 16 dims of the values of a split, as floats; see attention_wide.h.
+struct Wide {
+  alignas(64) float words[16 * (MAX_DIM > SPLIT ? MAX_DIM : SPLIT)];
+};
+#endif
+
 // Values of a split that are stored as keys, laid out as values; see attention_once.h.
 struct Laid {
   int next, last;  // the group to lay out next, and one past the last group with tokens
@@ -83,13 +95,16 @@ struct AttentionScratch {
   int length;         // of the row, in tokens
   const float* bias;  // of the head, pointing at the entry for distance 0; or null
   float query_scales[LINES], prob_scales[LINES];  // of `fours`
-  float scores[TILE_LINES][SPLIT], peaks[TILE_LINES][16];
+  float scores[SCORE_LINES][SPLIT], peaks[SCORE_LINES][16];
   float acc[LINES][MAX_DIM], top[LINES], sum[LINES];  // running state of each line
   float scale_old[LINES + 16], scale_new[LINES + 16];  // factors that merge each line's running state with a split's
   Cells keys, values;
   Laid laid;
 #ifdef __AMX_BF16__
   Chunks chunks;
+#endif
+#if PAGODA_LEVEL == 1
+  Wide wide;
 #endif
 };
 PAGODA_INLINE Operands<Bf16>& operands(AttentionScratch& s, Bf16) { return s.pairs; }
@@ -98,7 +113,8 @@ PAGODA_INLINE Operands<Int16Bytes>& operands(AttentionScratch& s, Int16Bytes) { 
 // Tokens [first, last) of the split that begins at `from`: the part seen by lines [line, line + rows) of a tile.
 struct View {
   int line, from, first, last;
-  int probs;  // its first row in Operands::probs
+  int probs;   // its first row in Operands::probs
+  int scores;  // its first row in AttentionScratch::scores and peaks
 };
 
 // One past the last token seen from `position`, in a row of `length` tokens.

@@ -12,7 +12,7 @@ PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows,
                                 AttentionScratch& s) {
   for (int r = 0; r < rows; ++r)
     for (int first = begin; first < end; first += 16) {
-      float* at = &s.scores[r][first - v.from];
+      float* at = &s.scores[v.scores + r][first - v.from];
       f16 x = load(at) * set1(a.scale);
       if (a.softcap != 0.0f) x = tanh(x * set1(1.0f / a.softcap)) * set1(a.softcap);
       const int position = s.position[v.line + r];
@@ -22,7 +22,8 @@ PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows,
         if (a.window) x = keep_below(set1(MASKED), first, position - a.window + 1, x);
       }
       store(at, x);
-      store(s.peaks[r], max(load(s.peaks[r]), x));
+      float* peaks = s.peaks[v.scores + r];
+      store(peaks, max(load(peaks), x));
     }
 }
 
@@ -77,21 +78,11 @@ PAGODA_INLINE void multiply(const void* q, const uint32_t* const* keys, const ui
 
 PAGODA_INLINE f16 to_float(f16 a) { return a; }
 
-// Scores of ROWS lines and 16 x GROUPS tokens from t on.
+// Products of ROWS lines with 16 x GROUPS tokens from t on, whose groups are `group`, -> scores.
 template <typename NUMBERS, int ROWS, int GROUPS>
-static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionScratch& s) {
+PAGODA_INLINE void keep_scores(const AttentionArgs& a, const View& v, int t, const int (&group)[GROUPS],
+                               const typename NUMBERS::Sum (&acc)[ROWS][GROUPS], AttentionScratch& s) {
   const int* position = s.position + v.line;
-  const int end = (v.last - v.from + 15) / 16;
-  int group[GROUPS];
-  const uint32_t* keys[GROUPS];
-  const uint32_t* ahead[GROUPS];
-  for (int g = 0; g < GROUPS; ++g) {  // past the end: any readable group, masked below
-    group[g] = (t - v.from) / 16 + g < end ? (t - v.from) / 16 + g : end - 1;
-    keys[g] = s.keys.words[group[g]];
-    ahead[g] = s.keys.ahead[group[g]];
-  }
-  typename NUMBERS::Sum acc[ROWS][GROUPS];
-  multiply<NUMBERS>(operands(s, NUMBERS()).q[v.line], keys, ahead, a.kv.dim / NUMBERS::IN_WORD, fetched_past(a), acc);
   const bool seen_by_all =
       t + 16 * GROUPS <= end_seen(a, position[0], s.length) && (!a.window || t > position[ROWS - 1] - a.window);
   const bool plain = seen_by_all && a.softcap == 0.0f && !s.bias;
@@ -104,16 +95,34 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
       f16 x = to_float(acc[r][g]);
       if constexpr (NUMBERS::WHOLE) x = x * (key_scale * set1(s.query_scales[v.line + r]));
       x = x * scale;
-      store(&s.scores[r][t - v.from + 16 * g], x);
-      if (plain) store(s.peaks[r], max(load(s.peaks[r]), x));
+      store(&s.scores[v.scores + r][t - v.from + 16 * g], x);
+      float* peaks = s.peaks[v.scores + r];
+      if (plain) store(peaks, max(load(peaks), x));
     }
   }
   if (!plain) shape_scores(a, v, ROWS, t, t + 16 * GROUPS, seen_by_all, s);
 }
 
+// Scores of ROWS lines and 16 x GROUPS tokens from t on.
+template <typename NUMBERS, int ROWS, int GROUPS>
+static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionScratch& s) {
+  const int end = (v.last - v.from + 15) / 16;
+  int group[GROUPS];
+  const uint32_t* keys[GROUPS];
+  const uint32_t* ahead[GROUPS];
+  for (int g = 0; g < GROUPS; ++g) {  // past the end: any readable group, masked below
+    group[g] = (t - v.from) / 16 + g < end ? (t - v.from) / 16 + g : end - 1;
+    keys[g] = s.keys.words[group[g]];
+    ahead[g] = s.keys.ahead[group[g]];
+  }
+  typename NUMBERS::Sum acc[ROWS][GROUPS];
+  multiply<NUMBERS>(operands(s, NUMBERS()).q[v.line], keys, ahead, a.kv.dim / NUMBERS::IN_WORD, fetched_past(a), acc);
+  keep_scores<NUMBERS>(a, v, t, group, acc, s);
+}
+
 template <typename NUMBERS, int ROWS>
 static void split_scores(const AttentionArgs& a, const View& v, AttentionScratch& s) {
-  for (int r = 0; r < ROWS; ++r) store(s.peaks[r], set1(MASKED));
+  for (int r = 0; r < ROWS; ++r) store(s.peaks[v.scores + r], set1(MASKED));
   int t = v.first;
   constexpr int GROUPS = groups_of(ROWS, 2);
   if constexpr (ROWS * 4 <= ACCUMULATORS)  // few rows need more columns for enough independent chains
@@ -129,7 +138,7 @@ PAGODA_INLINE void probabilities(const View& v, int r, AttentionScratch& s, cons
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) {
       Bf16::Number* probs = &s.pairs.probs[v.probs + r + n][i];
-      store_left(probs, exp(load(&s.scores[r + n][i]) - shift[n]));
+      store_left(probs, exp(load(&s.scores[v.scores + r + n][i]) - shift[n]));
       total[n] = total[n] + load_left(probs);
     }
 }
@@ -145,8 +154,8 @@ PAGODA_INLINE void probabilities(const View& v, int r, AttentionScratch& s, cons
     const f16 scale = keep_below(load(s.values.scales[i / 16]), v.from + i, v.last, zero());
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) {
-      const f16 p = exp(load(&s.scores[r + n][i]) - shift[n]), scaled = p * scale;
-      store(&s.scores[r + n][i], scaled);
+      const f16 p = exp(load(&s.scores[v.scores + r + n][i]) - shift[n]), scaled = p * scale;
+      store(&s.scores[v.scores + r + n][i], scaled);
       total[n] = total[n] + p;
       most[n] = max(most[n], scaled);
       poison[n] = poison[n] + scaled * zero();  // NaN if a scale is not finite
@@ -156,7 +165,7 @@ PAGODA_INLINE void probabilities(const View& v, int r, AttentionScratch& s, cons
     const float largest = max_lane(most[n]) + sum(poison[n]);
     const f16 factor = short_factor(largest);
     s.prob_scales[v.probs + r + n] = largest / LARGEST_SHORT;
-    for (int i = begin; i < end; i += 16) store_shorts(&s.fours.probs[v.probs + r + n][i], load(&s.scores[r + n][i]) * factor);
+    for (int i = begin; i < end; i += 16) store_shorts(&s.fours.probs[v.probs + r + n][i], load(&s.scores[v.scores + r + n][i]) * factor);
   }
 }
 
@@ -164,7 +173,7 @@ template <typename NUMBERS, int N>
 static void split_softmax(const View& v, int r, AttentionScratch& s, float* top, float* sum_out) {
   f16 total[N], shift[N];
   for (int n = 0; n < N; ++n) {
-    top[n] = max_lane(load(s.peaks[r + n]));
+    top[n] = max_lane(load(s.peaks[v.scores + r + n]));
     shift[n] = set1(top[n] <= MASKED ? 0.0f : top[n]);
     total[n] = zero();
   }
@@ -181,6 +190,22 @@ struct Part {
 // Merges a split's weighted values into the running ones of a line; the same arithmetic wherever they are merged.
 PAGODA_INLINE void merge_values(float* run, f16 split, float scale_old, float scale_new) {
   store(run, load(run) * set1(scale_old) + split * set1(scale_new));
+}
+
+// Products of ROWS lines with GROUPS x 16 dims of values from `dim_first` on, to `part` or to the running accumulators.
+template <typename NUMBERS, int ROWS, int GROUPS>
+PAGODA_INLINE void keep_values(const AttentionArgs& a, const View& v, int dim_first, const Part* part,
+                               const typename NUMBERS::Sum (&acc)[ROWS][GROUPS], AttentionScratch& s) {
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int g = 0; g < GROUPS; ++g)
+      if (const int d = dim_first + 16 * g; d < a.kv.dim) {
+        f16 x = to_float(acc[r][g]);
+        if constexpr (NUMBERS::WHOLE) x = x * set1(s.prob_scales[v.probs + r]);
+        if (part) store(part->values + (size_t)(v.line + r) * a.kv.dim + d, x);
+        else merge_values(&s.acc[v.line + r][d], x, s.scale_old[v.line + r], s.scale_new[v.line + r]);
+      }
 }
 
 // Probabilities of a split times its values, for GROUPS x 16 dims from `dim_first` on, merged into the running accumulators
@@ -208,16 +233,7 @@ static __attribute__((noinline)) void split_values(const AttentionArgs& a, const
     }
     tile_fetching<NUMBERS>(Rows<ROWS, sizeof probs[0]>(&probs[0][t - v.from]), groups, ahead, stride, words, past, acc);
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-    for (int g = 0; g < GROUPS; ++g)
-      if (const int d = dim_first + 16 * g; d < a.kv.dim) {
-        f16 x = to_float(acc[r][g]);
-        if constexpr (NUMBERS::WHOLE) x = x * set1(s.prob_scales[v.probs + r]);
-        if (part) store(part->values + (size_t)(v.line + r) * a.kv.dim + d, x);
-        else merge_values(&s.acc[v.line + r][d], x, s.scale_old[v.line + r], s.scale_new[v.line + r]);
-      }
+  keep_values<NUMBERS>(a, v, dim_first, part, acc, s);
 }
 
 // Merges the maxima and sums of a split into the running ones of `rows` lines from `line` on; sets the factors for values.

@@ -4,7 +4,7 @@
 // does not see has probability 0. So here too a line's bits do not depend on the other lines of its tile.
 #pragma once
 
-#include "attention_lines.h"
+#include "attention_wide.h"
 
 namespace PAGODA_NS {
 

@@ -275,14 +275,6 @@ PAGODA_INLINE weight_pairs pair_of(quads a, int s, zero_points z) { return {nibb
 PAGODA_INLINE weight_pairs pair_of(quads a, int s) { return {nibble_less_8(a, s), nibble_less_8(a, s + 4)}; }
 PAGODA_INLINE weight_pairs floats_of(quads a, int s) { return {float_nibble(a, s), float_nibble(a, s + 4)}; }
 PAGODA_INLINE f16 right(weight_pairs b, int pass) { return pass == 0 ? b.odd : b.even; }
-#if PAGODA_LEVEL == 1
-PAGODA_INLINE __m256i as_bf16(__m256 even, __m256 odd) {  // which hold them exactly
-  return _mm256_or_si256(_mm256_castps_si256(odd), _mm256_srli_epi32(_mm256_castps_si256(even), 16));
-}
-PAGODA_INLINE void store_pairs(uint32_t* p, weight_pairs a) {
-  store_pairs(p, pairs{as_bf16(a.even.lo, a.odd.lo), as_bf16(a.even.hi, a.odd.hi)});
-}
-#endif
 #else
 PAGODA_INLINE Bf16::Right right(weight_pairs b, int pass) { return Bf16::right(b, pass); }
 #endif

@@ -103,7 +103,7 @@ struct Bytes {
   typedef int8_t Number;
   typedef int16_t Left;
   typedef quads Right;
-  static constexpr int PASSES = 1;
+  static constexpr int PASSES = 1, WORD_ROWS = 1;
   PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int) { return load_quads(b); }
   PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int, Right b) {
     uint32_t four;
@@ -118,7 +118,7 @@ struct NibbleBytes {
   typedef int8_t Number;
   typedef uint32_t Left;
   typedef quads Right;
-  static constexpr int PASSES = 2;
+  static constexpr int PASSES = 2, WORD_ROWS = 1;
   PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return Nibbles::right(b, pass); }
   PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) {
     uint32_t four;
@@ -135,7 +135,7 @@ struct Bytes {
   typedef int16_t Number;
   typedef uint32_t Left;  // two of a row
   typedef quads Right;
-  static constexpr int PASSES = 2;
+  static constexpr int PASSES = 2, WORD_ROWS = 1;
   PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return every_other_byte(load_quads(b), pass); }
   PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) {
     uint32_t two;
@@ -143,7 +143,25 @@ struct Bytes {
     return dot2(acc, b, two);
   }
 };
+// The same with words that were widened before, in the order of the passes: pairs of 16-bit numbers. See WideBf16.
+struct WideBytes {
+  typedef int32_t Value;
+  typedef ints Sum;
+  typedef int16_t Left;
+  typedef quads Right;
+  static constexpr int PASSES = 1, WORD_ROWS = 1;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int) { return in_order(load_quads(b)); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int, Right b) {
+    uint32_t two;
+    memcpy(&two, a, 4);
+    return dot2(acc, b, two);
+  }
+};
 #endif
+PAGODA_INLINE void store_quads(uint32_t* p, quads a) {
+  _mm256_storeu_si256((__m256i*)p, a.lo);
+  _mm256_storeu_si256((__m256i*)p + 1, a.hi);
+}
 
 PAGODA_INLINE f16 nibble(quads a, int s) {  // nibble s of every lane
   __m256i mask = _mm256_set1_epi32(15);

@@ -21,12 +21,14 @@ constexpr int ROWS_OF_GROUPS = 4 * TILE_BLOCK;  // for small groups: the sums of
 constexpr int ROWS_AT_ONCE = MAX_ROWS;
 constexpr int ROWS_OF_GROUPS = BLOCK;
 #endif
+// Where panels are widened once for a block, it should not be too small.
+constexpr int LEAST_ROWS = (PAGODA_LEVEL == 1 ? 10 : 4) * ROWS_AT_ONCE;
 // Rows of x, in the form that tiles read, that stay in half of a 1 MiB L2 cache while all panels pass.
 static int block_rows(const LinearOp& op) {
   int row_bytes = op.k * (int)(op.form.bits != 16 && op.form.input_bits == 8 ? LEVEL_BYTES : sizeof(Bf16::Left));
   const int most = op.form.bits == 4 ? ROWS_OF_GROUPS : BLOCK;
   int rows = (512 << 10) / row_bytes < most ? (512 << 10) / row_bytes : most;
-  return rows < 4 * ROWS_AT_ONCE ? 4 * ROWS_AT_ONCE : rows / ROWS_AT_ONCE * ROWS_AT_ONCE;
+  return rows < LEAST_ROWS ? LEAST_ROWS : rows / ROWS_AT_ONCE * ROWS_AT_ONCE;
 }
 static int num_panels(const LinearOp& op) { return (op.n + PANEL - 1) / PANEL; }
 static int num_blocks(const LinearOp& op, const Step& s) {

@@ -193,7 +193,7 @@ static __attribute__((noinline)) void add_pairs(Rows<ROWS> x, const uint32_t* pa
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
     for (int g = 0; g < GROUPS; ++g) acc[r][g] = load(sums + r * PANEL + 16 * g);
-  tile<NUMBERS>(x, groups, PANEL, num_pairs, acc, [&](int) PAGODA_INLINE_MEMBER { ahead.fetch<FETCH>(); });
+  tile<NUMBERS>(x, groups, NUMBERS::WORD_ROWS * PANEL, num_pairs, acc, [&](int) PAGODA_INLINE_MEMBER { ahead.fetch<FETCH>(); });
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
@@ -220,7 +220,9 @@ PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, 
 // Where the registers do not hold both groups of a panel for a full tile, groups and tiles take turns of TURN pair rows,
 // which stay in the first-level cache until all rows have been multiplied by them.
 constexpr int TURN = groups_of(MAX_ROWS, 2) == 2 ? 1 << 30 : 128;
-constexpr int BLOCK = 256;  // rows of a block at most
+constexpr int WIDE_TURN = 64;  // the same if pair rows are widened before,
+constexpr int WIDE_ROWS = 40;  // which pays for itself with so many rows
+constexpr int BLOCK = 256;     // rows of a block at most
 
 #ifdef __AMX_BF16__
 constexpr int TILE_CHUNK = 12;   // products of a panel that stay in the first-level cache while all rows of a block use them
@@ -335,29 +337,44 @@ PAGODA_INLINE void linear_take(LeftRows& rows, const uint16_t* x, int first, int
 }
 
 // A block of rows [first, last) through one panel.
-static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
+template <typename NUMBERS>
+static void panel_in_turns(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
+  constexpr bool WIDE = NUMBERS::WORD_ROWS > 1;
+  constexpr int PAIRS = WIDE ? WIDE_TURN : TURN;
+  alignas(64) float wide[WIDE ? PAIRS * NUMBERS::WORD_ROWS * PANEL : 1];
   SegmentSums<BLOCK> sums;
   const int num_pairs = op.k / 2, segment_pairs = num_pairs / op.segments;
   const int rows = last - first, turns = 2 / groups_of(rows < MAX_ROWS ? rows : MAX_ROWS, 2);
   Ahead ahead(panel, (size_t)num_pairs * PANEL_ROW, rows, MAX_ROWS, turns);
-  for (int begin = 0; begin < num_pairs; begin += TURN) {
-    const int end = num_pairs - begin < TURN ? num_pairs : begin + TURN;
+  for (int begin = 0; begin < num_pairs; begin += PAIRS) {
+    const int end = num_pairs - begin < PAIRS ? num_pairs : begin + PAIRS;
+    const uint32_t* words = panel + (size_t)begin * PANEL;
+    if constexpr (WIDE) {
+      NUMBERS::widen(words, PANEL, end - begin, wide);
+      words = (const uint32_t*)wide;
+    }
     in_tiles(first, last, [&](auto count, int from) {
       constexpr int ROWS = decltype(count)::value;
-      const int place = num_pairs <= TURN ? 0 : from - first;
+      const int place = num_pairs <= PAIRS ? 0 : from - first;
       for (int at = begin, to; at < end; at = to) {
         const int segment = at / segment_pairs, border = (segment + 1) * segment_pairs;
         to = border < end ? border : end;
         if (at == border - segment_pairs) sums.start(segment, place, ROWS);
         const Rows<ROWS> tile_rows(x.row(from) + 2 * at, x.stride());
-        const uint32_t* pairs_of_columns = panel + (size_t)at * PANEL;
         float* sum = sums.of(segment, place);
-        add_both<Bf16, ROWS>(tile_rows, pairs_of_columns, to - at, ahead, sum);
+        add_both<NUMBERS, ROWS>(tile_rows, words + (size_t)(at - begin) * NUMBERS::WORD_ROWS * PANEL, to - at, ahead, sum);
         if (to == border) sums.end(segment, place, ROWS);
       }
       if (end == num_pairs) finish_rows(sums.total(place), ROWS, from, column, op);
     });
   }
+}
+
+static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
+#if PAGODA_LEVEL == 1
+  if (last - first >= WIDE_ROWS) return panel_in_turns<WideBf16<PANEL>>(op, x, first, last, panel, column);
+#endif
+  panel_in_turns<Bf16>(op, x, first, last, panel, column);
 }
 #endif
 

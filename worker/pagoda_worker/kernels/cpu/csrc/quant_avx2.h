@@ -4,14 +4,13 @@
 // two products of 4 by 8 bits are at most 2 * 15 * 127, so that eight such sums still fit into 16 bits: `Nibbles`. Two
 // products of 8 by 8 bits do not fit, and are multiplied as 16-bit numbers: `Bytes`.
 //
-// 4-bit weights with bf16 inputs are unpacked to bf16, once for all rows of a block, unless the rows are few.
+// If there are many rows, 8-bit weights are unpacked to 16 bits once for all rows of a block; 4-bit weights with bf16 inputs
+// are unpacked to floats unless the rows are few.
 #pragma once
 
 #include "quant.h"
 
 namespace PAGODA_NS {
-
-constexpr int CHUNK = 256;  // inputs that are unpacked at a time: 16 KiB
 
 // The type in which rounded inputs are kept.
 template <typename FORM>
@@ -130,63 +129,101 @@ static void word_panel(const LinearOp& op, const RoundedRows& rows, int first, i
 
 // --- unpacked ---------------------------------------------------------------------------------------------------------
 
-// The words of `inputs` inputs of a group -> [inputs / 2][PANEL] pairs.
+// What weights of this form are unpacked to.
+#ifdef __AVXVNNI__
+template <typename FORM>
+using Unpacked = WideBf16<PANEL>;
+#else
+template <typename FORM>
+using Unpacked = typename std::conditional<FORM::ROUNDED, WideBytes, WideBf16<PANEL>>::type;
+#endif
+
+constexpr int UNPACKED_ROWS = 96;  // the least for which unpacking bytes pays for itself
+// Bytes that are unpacked at a time, and how many inputs these are.
+constexpr int CHUNK_BYTES = 16384;
+template <typename FORM>
+constexpr int CHUNK = CHUNK_BYTES / PANEL / (FORM::ROUNDED ? 2 : 4);
+
+// The words of `inputs` inputs of a group -> words of Unpacked.
 template <typename FORM>
 static void unpack(const uint8_t* head, const uint8_t* words, int inputs, uint32_t* out) {
-  for (int i = 0; i < inputs; i += FORM::WORD, words += PANEL_ROW, out += FORM::WORD / 2 * PANEL) {
+  constexpr int ROWS = FORM::ROUNDED ? FORM::WORD / 2 : FORM::WORD;  // from one
+  for (int i = 0; i < inputs; i += FORM::WORD, words += PANEL_ROW, out += ROWS * PANEL) {
     prefetch_once(words + FETCH_AHEAD);
     prefetch_once(words + FETCH_AHEAD + 64);
     for (int c = 0; c < PANEL; c += 16) {
       const quads w = load_quads(words + 4 * c);
-      for (int s = 0; s < 4; ++s) {
-        if constexpr (FORM::ZEROS) store_pairs(out + s * PANEL + c, pair_of(w, s, load_zeros(head + FORM::SCALE_BYTES + c)));
-        else if constexpr (FORM::FLOATS) store_pairs(out + s * PANEL + c, floats_of(w, s));
-        else store_pairs(out + s * PANEL + c, pair_of(w, s));
+      if constexpr (FORM::ROUNDED) {
+        for (int row = 0; row < ROWS; ++row) store_quads(out + row * PANEL + c, every_other_byte(w, row));
+      } else {
+        for (int s = 0; s < 4; ++s) {
+          weight_pairs pair;
+          if constexpr (FORM::ZEROS) pair = pair_of(w, s, load_zeros(head + FORM::SCALE_BYTES + c));
+          else if constexpr (FORM::FLOATS) pair = floats_of(w, s);
+          else pair = pair_of(w, s);
+          for (int pass = 0; pass < 2; ++pass) store((float*)out + (2 * s + pass) * PANEL + c, right(pair, pass));
+        }
       }
     }
   }
 }
 
-// totals [rows][PANEL] += a group's sums, scaled.
-template <typename FORM>
-PAGODA_INLINE void add_scaled(int rows, const uint8_t* head, const float* sums, float* totals) {
+// Adds a group's sums [ROWS][PANEL], of rows from `from` on, to their totals.
+template <int ROWS, typename FORM>
+PAGODA_INLINE void add_scaled(const Inputs& in, int from, int group, const uint8_t* head, const int32_t* sums, float* totals) {
+  add_scaled<FORM>(in.rounded, from, ROWS, group, head, sums, totals);
+}
+template <int ROWS, typename FORM>
+PAGODA_INLINE void add_scaled(const Inputs&, int, int, const uint8_t* head, const float* sums, float* totals) {
   for (int c = 0; c < PANEL; c += 16) {
     const f16 scale = load_scales<FORM>(head, c);
-    for (int r = 0; r < rows; ++r) {
+    for (int r = 0; r < ROWS; ++r) {
       float* total = totals + r * PANEL + c;
       store(total, fma(load(sums + r * PANEL + c), scale, load(total)));
     }
   }
 }
+template <int ROWS, typename FORM>
+PAGODA_INLINE void begin_sums(const RoundedRows&, int, int, float* sums) {
+  memset(sums, 0, ROWS * PANEL * sizeof *sums);
+}
+
+// Inputs from `input` on of ROWS rows from `from` on, as Unpacked multiplies them.
+template <int ROWS, typename FORM>
+PAGODA_INLINE Rows<ROWS> inputs_of(const Inputs& in, int from, size_t input) {
+  if constexpr (FORM::ROUNDED) return {in.rounded.levels(from) + input * sizeof(Rounded<FORM>), in.rounded.stride()};
+  else return {in.left.row(from) + input, in.left.stride()};
+}
 
 // Rows [first, last) through one group of a panel, added to their totals.
 template <typename FORM>
-PAGODA_INLINE void unpacked_group(const LeftRows& rows, int first, int last, const uint8_t* panel, int group, int g, float* totals) {
-  alignas(64) uint32_t pairs_here[CHUNK / 2 * PANEL];
-  alignas(64) float sums[BLOCK][PANEL];
+PAGODA_INLINE void unpacked_group(const Inputs& in, int first, int last, const uint8_t* panel, int group, int g, float* totals) {
+  typedef Unpacked<FORM> NUMBERS;
+  alignas(64) uint32_t words[CHUNK_BYTES / sizeof(uint32_t)];
+  alignas(64) typename NUMBERS::Value sums[BLOCK][PANEL];
   Ahead nothing(panel, 0, last - first);
-  for (int begin = 0; begin < group; begin += CHUNK) {
-    const int inputs = group - begin < CHUNK ? group - begin : CHUNK;
-    unpack<FORM>(panel, panel + FORM::HEAD_BYTES + (size_t)begin / FORM::WORD * PANEL_ROW, inputs, pairs_here);
+  for (int begin = 0; begin < group; begin += CHUNK<FORM>) {
+    const int inputs = group - begin < CHUNK<FORM> ? group - begin : CHUNK<FORM>;
+    unpack<FORM>(panel, panel + FORM::HEAD_BYTES + (size_t)begin / FORM::WORD * PANEL_ROW, inputs, words);
     in_tiles(first, last, [&](auto count, int from) {
       constexpr int ROWS = decltype(count)::value;
-      float* to = sums[from - first];
-      if (begin == 0) memset(to, 0, ROWS * sizeof sums[0]);
-      const Rows<ROWS> x(rows.row(from) + (size_t)g * group + begin, rows.stride());
-      add_both<Bf16, ROWS, Fetch::NOTHING>(x, pairs_here, inputs / 2, nothing, to);
-      if (begin + inputs == group) add_scaled<FORM>(ROWS, panel, to, totals + (from - first) * PANEL);
+      auto* to = sums[from - first];
+      if (begin == 0) begin_sums<ROWS, FORM>(in.rounded, from, g, to);
+      const Rows<ROWS> x = inputs_of<ROWS, FORM>(in, from, (size_t)g * group + begin);
+      add_both<NUMBERS, ROWS, Fetch::NOTHING>(x, words, inputs / 2, nothing, to);
+      if (begin + inputs == group) add_scaled<ROWS, FORM>(in, from, g, panel, to, totals + (from - first) * PANEL);
     });
   }
 }
 
 template <typename FORM>
-static void unpacked_panel(const LinearOp& op, const LeftRows& rows, int first, int last, const uint8_t* panel, int column) {
+static void unpacked_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
   SegmentSums<BLOCK> totals;
   const int group = op.form.group, segment_groups = op.k / group / op.segments;
   for (int segment = 0, g = 0; segment < op.segments; ++segment) {
     totals.start(segment, 0, last - first);
     for (const int end = g + segment_groups; g < end; ++g, panel += group_bytes<FORM>(group))
-      unpacked_group<FORM>(rows, first, last, panel, group, g, totals.of(segment, 0));
+      unpacked_group<FORM>(in, first, last, panel, group, g, totals.of(segment, 0));
     totals.end(segment, 0, last - first);
   }
   finish_rows(totals.total(0), last - first, first, column, op);
@@ -196,9 +233,13 @@ static void unpacked_panel(const LinearOp& op, const LeftRows& rows, int first, 
 static void quant_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
   with_form(op.form, [&](auto form) {
     typedef decltype(form) FORM;
+    constexpr bool BYTES_APART = FORM::BITS == 8 && sizeof(Bytes::Number) == 2;
+    const bool many = last - first >= UNPACKED_ROWS, few = last - first <= DIRECT_ROWS;
+    if constexpr (BYTES_APART)
+      if (many) return unpacked_panel<FORM>(op, in, first, last, panel, column);
     if constexpr (FORM::ROUNDED) word_panel<FORM>(op, in.rounded, first, last, panel, column);
-    else if (last - first <= DIRECT_ROWS) quant_panel_directly<FORM>(op, in, first, last, panel, column);
-    else unpacked_panel<FORM>(op, in.left, first, last, panel, column);
+    else if (few) quant_panel_directly<FORM>(op, in, first, last, panel, column);
+    else unpacked_panel<FORM>(op, in, first, last, panel, column);
   });
 }
 

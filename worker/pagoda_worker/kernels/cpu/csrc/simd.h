@@ -42,8 +42,10 @@ PAGODA_INLINE f16 fma(f16 a, f16 b, f16 c) { return {_mm512_fmadd_ps(a.v, b.v, c
 PAGODA_INLINE f16 max(f16 a, f16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 PAGODA_INLINE f16 min(f16 a, f16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 PAGODA_INLINE f16 round(f16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// a * 2^n for whole n in [-126, 127]
-PAGODA_INLINE f16 scale2(f16 a, f16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// A small number rounded to an exponent, and a * 2^exponent; neither a nor the result may be subnormal, infinite or NaN.
+struct Exponent { f16 value; };
+PAGODA_INLINE Exponent exponent(f16 a) { return {round(a)}; }
+PAGODA_INLINE f16 scale2(f16 a, Exponent n) { return {_mm512_scalef_ps(a.v, n.value.v)}; }
 // lane i of `a` where first + i < limit, else `other`
 PAGODA_INLINE f16 keep_below(f16 a, int first, int limit, f16 other) {
   int n = limit - first;
@@ -110,11 +112,17 @@ PAGODA_INLINE f16 round(f16 a) {
   return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
           _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
-PAGODA_INLINE __m256 scale2_half(__m256 a, __m256 n) {
-  __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return _mm256_mul_ps(a, _mm256_castsi256_ps(e));
+// LARGE plus a number ends, in its bits, in the nearest whole number.
+constexpr float LARGE = 12582912.0f;
+struct Exponent { f16 value, bits; };
+PAGODA_INLINE Exponent exponent(f16 a) {
+  const f16 bits = a + set1(LARGE);
+  return {bits - set1(LARGE), bits};
 }
-PAGODA_INLINE f16 scale2(f16 a, f16 n) { return {scale2_half(a.lo, n.lo), scale2_half(a.hi, n.hi)}; }
+PAGODA_INLINE __m256 scale2_half(__m256 a, __m256 bits) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(bits), 23)));
+}
+PAGODA_INLINE f16 scale2(f16 a, Exponent n) { return {scale2_half(a.lo, n.bits.lo), scale2_half(a.hi, n.bits.hi)}; }
 PAGODA_INLINE f16 keep_below(f16 a, int first, int limit, f16 other) {
   __m256i n = _mm256_set1_epi32(limit - first);
   __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -130,13 +138,18 @@ PAGODA_INLINE __m256 widen(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_e
 PAGODA_INLINE f16 load_bf16(const uint16_t* p) {
   return {widen(_mm_loadu_si128((const __m128i*)p)), widen(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
-PAGODA_INLINE __m128i narrow(__m256 a) {
+PAGODA_INLINE __m256i bf16_above(__m256 a) {  // the nearest bf16 in the upper half of each lane, anything in the lower
   __m256i x = _mm256_castps_si256(a);
   __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(1));
   __m256i r = _mm256_add_epi32(x, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
   __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
-  r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc00000), nan);
-  r = _mm256_srli_epi32(r, 16);
+  return _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc00000), nan);
+}
+PAGODA_INLINE __m256 rounded_half(__m256 a) {
+  return _mm256_castsi256_ps(_mm256_and_si256(bf16_above(a), _mm256_set1_epi32((int)0xffff0000)));
+}
+PAGODA_INLINE __m128i narrow(__m256 a) {
+  __m256i r = _mm256_srli_epi32(bf16_above(a), 16);
   return _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
 }
 PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) {
@@ -189,9 +202,11 @@ PAGODA_INLINE f16 fma(f16 a, f16 b, f16 c) { return a * b + c; }
 PAGODA_INLINE f16 max(f16 a, f16 b) { PAGODA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 PAGODA_INLINE f16 min(f16 a, f16 b) { PAGODA_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 PAGODA_INLINE f16 round(f16 a) { PAGODA_EACH a.v[i] = __builtin_nearbyintf(a.v[i]); return a; }
-PAGODA_INLINE f16 scale2(f16 a, f16 n) {
+struct Exponent { f16 value; };
+PAGODA_INLINE Exponent exponent(f16 a) { return {round(a)}; }
+PAGODA_INLINE f16 scale2(f16 a, Exponent n) {
   PAGODA_EACH {
-    uint32_t e = (uint32_t)((int)n.v[i] + 127) << 23;
+    uint32_t e = (uint32_t)((int)n.value.v[i] + 127) << 23;
     float f;
     memcpy(&f, &e, 4);
     a.v[i] *= f;
@@ -239,6 +254,7 @@ struct Bf16 {
   typedef f16 Sum;
   static constexpr bool WHOLE = false;
   static constexpr int IN_WORD = 2;
+  static constexpr int WORD_ROWS = 1;  // of a row of pairs
 #if PAGODA_LEVEL >= 3
   typedef uint16_t Left;
   typedef pairs Right;
@@ -259,6 +275,24 @@ struct Bf16 {
   typedef Left Number;
   PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return right(load_pairs(b), pass); }
 };
+
+#if PAGODA_LEVEL == 1
+// The same with words that were widened before. That is worth it if many rows are multiplied by them, because the loop over
+// these then has nothing to do but to load and to multiply.
+template <int WIDTH>
+struct WideBf16 : Bf16 {
+  static constexpr int WORD_ROWS = 2;
+  // In a register: the compiler would read it from memory for each row again.
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return in_order(load((const float*)b + pass * WIDTH)); }
+
+  // `count` rows of WIDTH pairs, `stride` words apart -> two rows of floats for each, in the order of the passes.
+  PAGODA_INLINE_MEMBER static void widen(const uint32_t* words, size_t stride, int count, float* to) {
+    for (int k = 0; k < count; ++k, words += stride, to += WORD_ROWS * WIDTH)
+      for (int c = 0; c < WIDTH; c += 16)
+        for (int pass = 0; pass < PASSES; ++pass) store(to + pass * WIDTH + c, Bf16::right(words + c, pass));
+  }
+};
+#endif
 
 #if PAGODA_LEVEL >= 1
 PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
@@ -323,9 +357,9 @@ PAGODA_INLINE float max_lane(f16 a) {
 PAGODA_INLINE f16 exp(f16 x) {
   f16 tiny = set1(-87.0f);
   f16 y = min(max(x, tiny), set1(88.0f));
-  f16 n = round(y * set1(1.44269504088896341f));
-  f16 r = fma(n, set1(-0.693359375f), y);
-  r = fma(n, set1(2.12194440e-4f), r);
+  Exponent n = exponent(y * set1(1.44269504088896341f));
+  f16 r = fma(n.value, set1(-0.693359375f), y);
+  r = fma(n.value, set1(2.12194440e-4f), r);
   f16 p = set1(1.9875691500e-4f);
   p = fma(p, r, set1(1.3981999507e-3f));
   p = fma(p, r, set1(8.3334519073e-3f));
@@ -341,9 +375,13 @@ PAGODA_INLINE void store_left(uint16_t* p, f16 a) { store_bf16_normal(p, a); }
 PAGODA_INLINE f16 load_left(const uint16_t* p) { return load_bf16(p); }
 #else
 PAGODA_INLINE f16 rounded(f16 a) {
+#if PAGODA_LEVEL == 1
+  return {rounded_half(a.lo), rounded_half(a.hi)};
+#else
   uint16_t t[16];
   store_bf16(t, a);
   return load_bf16(t);
+#endif
 }
 PAGODA_INLINE void store_left(float* p, f16 a) { store(p, rounded(a)); }
 PAGODA_INLINE f16 load_left(const float* p) { return load(p); }
