@@ -87,3 +87,13 @@ def test_a_walk_looks_at_each_once_and_entries_at_no_turn(tenants: int) -> None:
     assert fairness.asked_for == 200
     assert [one.request.request_id for one in queue.entries()] == [str(number) for number in range(200)]
     assert fairness.asked_for == 200
+
+
+@given(ASKED, st.sets(st.integers(0, 29)))
+def test_begun_entries_are_those_that_are_not_new(asked: list[tuple[int, Rank, int]], taken: set[int]) -> None:
+    queue, _ = filled(asked)
+    for number in taken & set(range(len(asked))):
+        queue.remove(str(number))
+    assert queue.begun_entries() == [one for one in queue.entries() if one.place.rank is not Rank.NEW]
+    queue.take_all()
+    assert queue.begun_entries() == []
