@@ -59,7 +59,8 @@ class Router:
         self._totals: Counter[str] = Counter()  # of workers that are gone
         self._fleet = Pace()
         self.workers: dict[int, Worker] = {}
-        self._start_s, self._first_expiry = 0.0, math.inf  # longest startup of a worker; when to look at new requests
+        self._start_s = 0.0  # longest startup of a worker so far
+        self._first_expiry = math.inf  # nothing new in the queue expires before
         self.refused_numerics = ""  # of the last worker refused for not having the needed ones
 
     # --- workers -----------------------------------------------------------------------------------------------------
@@ -205,9 +206,8 @@ class Router:
         return deltas
 
     def _patience_s(self, request: Request) -> float:
-        if request.resumes:
-            return NO_WORKER_WAIT_S + 2 * self._start_s
-        return self._config.patience_s(request.record.queue_timeout_s)
+        begun_s, asked_s = NO_WORKER_WAIT_S + 2 * self._start_s, request.record.queue_timeout_s
+        return begun_s if request.resumes else self._config.patience_s(asked_s)
 
     def _expire(self, queued: QueuedRequest, now: float) -> list[Delta]:
         request, patience_s = queued.request, self._patience_s(queued.request)
