@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes a workload whose answers repeat earlier text, to measure what prompt lookup gains.
+"""Makes a workload whose answers repeat earlier text, to measure what suffix drafts gain.
 
     python bench/copying.py MODEL --out copy.jsonl
 

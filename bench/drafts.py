@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokens per step with draft tokens from prompt lookup and from suffixes, on recorded traces.
+"""Tokens per step with draft tokens from suffixes, on recorded traces.
 
     python bench/drafts.py [--max-drafts 8] [--chats 200]
 
@@ -29,7 +29,7 @@ from pagoda import LLM, SamplingParams
 from pagoda_proto.params import SamplingParams as Params
 from pagoda_proto.steps import Chunk, NewRow
 from pagoda_worker.rows.rows import Row
-from pagoda_worker.speculation.drafting import Drafter, PromptLookup
+from pagoda_worker.speculation.drafting import Drafter
 from pagoda_worker.speculation.suffixes import SuffixLookup
 
 ROOT = Path(__file__).parents[1]
@@ -178,7 +178,6 @@ def main() -> None:
     most, found = arguments.max_drafts, {}
     for name, trace in traces.items():
         found[name] = {
-            "ngram": measure(PromptLookup(most), trace).told(),
             "suffix": measure(SuffixLookup(most), trace).told(),
             "suffix, own text": measure(SuffixLookup(most), trace, None).told(),
         }

@@ -259,7 +259,7 @@ def test_swapping_changes_nothing_also_when_the_worker_dies_that_keeps_what_is_s
 def test_speculation_changes_nothing_also_when_a_worker_dies(
     tmp_path_factory: pytest.TempPathFactory, adapters: str, undisturbed: list[Any]
 ) -> None:
-    arguments = (*named(adapters), "--speculation", "ngram", "--speculation-tokens", "64")
+    arguments = (*named(adapters), "--speculation", "suffix", "--speculation-tokens", "64")
     with running_stack(tmp_path_factory.mktemp("drafts"), *arguments) as drafting:
         times = check_in_mid_stream(drafting, requests(), undisturbed, lambda: kill(drafting.children("worker")[0].pid))
         stats = drafting.stats()

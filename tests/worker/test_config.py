@@ -10,7 +10,7 @@ import pytest
 from pagoda_worker.config import AUTO_SWAP_SPACE, WorkerConfig
 
 NEEDED = {  # without which the number has no effect
-    "max_drafts": {"speculation": "ngram"}, "draft_vocab_size": {"speculation": "draft-model", "draft_model": "m"},
+    "max_drafts": {"speculation": "suffix"}, "draft_vocab_size": {"speculation": "draft-model", "draft_model": "m"},
 }  # fmt: skip
 NUMBERS = sorted(field.name for field in fields(WorkerConfig) if type(field.default) in (int, float))
 

@@ -19,7 +19,7 @@ AUTO_SWAP_SPACE = -1.0
 QUANTIZATIONS = ("", "int8", "int4", "int4a16")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 INSTRUCTION_SETS = ("", "base", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx")
-SPECULATIONS = ("", "ngram", "suffix", "draft-model")
+SPECULATIONS = ("", "suffix", "draft-model")
 BLOCK_SIZES = {"cpu": 32, "cuda": 64}
 
 
@@ -96,8 +96,8 @@ class WorkerConfig:
     )
     speculation: str = option(
         "",
-        "draft tokens and verify them: ngram (from the text itself), suffix (also from what the same tenant "
-        "was told before), draft-model; empty: off",
+        "draft tokens and verify them: suffix (from the text itself and what the same tenant was told before), "
+        "draft-model; empty: off",
         words=SPECULATIONS,
     )
     draft_model: str = option("", "model directory or GGUF file for draft-model; must have the model's vocabulary")

@@ -64,7 +64,7 @@ def told(output: Any) -> Told:
     "options",
     [
         {"num_blocks": 14, "max_model_len": 256},
-        {"speculation": "ngram"},
+        {"speculation": "suffix"},
         {"speculation": "draft-model", "draft_model": str(DEMO)},
         {"max_loras": 1},
         {"max_tokens_per_step": 16},

@@ -45,7 +45,7 @@ SWAPS = {"swap_space_gib": 0.01, "preemption": "swap", "chunk_size": 7}
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        ("gemma3", [SWAPS | {"speculation": "ngram"}, {"kv_retention": "all"}]),
+        ("gemma3", [SWAPS | {"speculation": "suffix"}, {"kv_retention": "all"}]),
         ("gemma2", [SWAPS | {"speculation": "draft-model"}]),
         ("mistral", [SWAPS]),
         ("llama4", [SWAPS | {"speculation": "suffix"}]),

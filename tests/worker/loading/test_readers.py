@@ -290,7 +290,7 @@ def test_what_makes_vectors_is_part_of_the_fingerprint(tmp_path: Path) -> None:
 def test_speculation_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "bert")
     with pytest.raises(ValueError, match="does not generate text"):
-        runner_of(tmp_path, speculation="ngram")
+        runner_of(tmp_path, speculation="suffix")
 
 
 GEMMA = {

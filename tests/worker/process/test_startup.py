@@ -90,7 +90,7 @@ def test_the_largest_steps(tokens: int, rows: int, max_len: int, sizes: list[lis
 
 
 def test_the_largest_steps_want_the_logits_of_drafts() -> None:
-    speculative = config(speculation="ngram", max_drafts=6)
+    speculative = config(speculation="suffix", max_drafts=6)
     wide, long = largest_steps(speculative, 96)
     assert (wide.query_lens, len(wide.logit_indices)) == ([8] * 5, 5 * 7)
     assert (long.query_lens, len(long.logit_indices)) == ([40], 7)

@@ -41,24 +41,24 @@ from pagoda_worker.rows.drafts import DraftLength
 from pagoda_worker.rows.ngram import MAX_MATCH, MAX_PLACES, SIZE, NgramIndex, continuation
 from pagoda_worker.rows.rows import Row
 from pagoda_worker.speculation.choosing import check_invariant, load_draft_model, make_drafter
-from pagoda_worker.speculation.drafting import Drafter, DraftModel, PromptLookup
+from pagoda_worker.speculation.drafting import Drafter, DraftModel
+from pagoda_worker.speculation.suffixes import SuffixLookup
 from pagoda_worker.step.runner import ModelRunner
 
 # --- the index -------------------------------------------------------------------------------------------------------
 
 
-def naive_distance(tokens: list[int]) -> int:
+def naive_matches(tokens: list[int]) -> list[tuple[int, int]]:
     """The same by exhaustive search."""
     last = len(tokens) - 1
     places = [p for p in range(SIZE - 1, last) if tokens[p - SIZE + 1 : p + 1] == tokens[last - SIZE + 1 :]]
-    best, longest = 0, SIZE - 1
+    found = []
     for place in places[::-1][:MAX_PLACES]:
         length = 0
         while length < min(MAX_MATCH, place + 1) and tokens[place - length] == tokens[last - length]:
             length += 1
-        if length > longest:
-            best, longest = last - place, length
-    return best
+        found.append((length, last - place))
+    return found
 
 
 @given(
@@ -70,13 +70,13 @@ def test_the_index_finds_what_a_search_finds(tokens: list[int], limits: list[int
     index, array = NgramIndex(), np.array(tokens, np.int64)
     calls = 0
     while len(index) < len(tokens):
-        assert index.distance(array) == 0, "not all is indexed"
+        assert list(index.matches(array)) == [], "not all is indexed"
         before = len(index)
         added = index.extend(array, limits[calls % len(limits)])
         assert len(index) == before + added
         calls += 1
     assert index.extend(array, 10) == 0
-    assert index.distance(array) == naive_distance(tokens)
+    assert list(index.matches(array)) == naive_matches(tokens)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 12))
@@ -310,7 +310,7 @@ def test_rows_have_drafts_of_different_lengths_in_one_step() -> None:
 @pytest.mark.parametrize(
     ("drafter", "params"),
     [
-        (lambda: PromptLookup(8), {"temperature": 0.0, "allowed_token_ids": (7,)}),
+        (lambda: SuffixLookup(8), {"temperature": 0.0, "allowed_token_ids": (7,)}),
         (draft_model, {"temperature": 0.0}),
         (draft_model, {"temperature": 0.9}),
     ],
@@ -395,7 +395,7 @@ def test_logits_that_are_no_numbers_behind_a_draft_end_nothing() -> None:
 
 def test_a_repeating_text_is_continued() -> None:
     """One token is allowed, so the output repeats at once."""
-    runner = speculating(PromptLookup(8))
+    runner = speculating(SuffixLookup(8))
     params = SamplingParams(temperature=1.0, allowed_token_ids=(7,))
     outputs = Allowing(runner).decode(1, [1, 2, 3], 8, params=params)
     assert set(tokens_of(outputs)) == {7}
@@ -404,7 +404,7 @@ def test_a_repeating_text_is_continued() -> None:
 
 
 def test_a_text_without_repetition_has_no_drafts() -> None:
-    outputs = Allowing(speculating(PromptLookup(8))).decode(1, [1, 2, 3], 60)
+    outputs = Allowing(speculating(SuffixLookup(8))).decode(1, [1, 2, 3], 60)
     assert sum(output.num_drafted for output in outputs) == 0
 
 
@@ -420,19 +420,19 @@ def test_a_beam_is_another_row_in_the_next_step_and_not_indexed(searches: bool) 
         params=params,
         seed=0,
     )
-    row, drafter = Row.of(new, tokens, np.arange(2)), PromptLookup(8)
+    row, drafter = Row.of(new, tokens, np.arange(2)), SuffixLookup(8)
     assert drafter.draft([(row, Chunk(1, 19, 1, True))]) == {}
     assert bool(drafter.learn(row, 0, 0)) is not searches
     assert (row.drafts is None) is searches
 
 
 def test_a_long_prompt_from_the_cache_is_indexed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda_worker.speculation.drafting.INDEXED_PER_STEP", 20)
-    monkeypatch.setattr("pagoda_worker.speculation.drafting.INDEXED_PER_SAMPLE", 16)
+    monkeypatch.setattr("pagoda_worker.speculation.suffixes.INDEXED_PER_STEP", 20)
+    monkeypatch.setattr("pagoda_worker.speculation.suffixes.INDEXED_PER_SAMPLE", 16)
     params = SamplingParams(temperature=0.0, allowed_token_ids=(7,))
     rng = random.Random(1)
     prompt = [rng.randrange(400) for _ in range(90)] + [7] * 6
-    driver = Allowing(speculating(PromptLookup(8)))
+    driver = Allowing(speculating(SuffixLookup(8)))
     outputs = driver.decode(1, prompt, 8, params=params, num_computed=95)
     assert [output.num_drafts > 0 for output in outputs] == [False] * 2 + [True] * 7
 
@@ -443,14 +443,14 @@ def test_a_long_prompt_from_the_cache_is_indexed_in_steps(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"speculation": "medusa"}, "speculation must be empty or one of ngram, suffix, draft-model, got 'medusa'"),
+        ({"speculation": "medusa"}, "speculation must be empty or one of suffix, draft-model, got 'medusa'"),
         ({"speculation": "draft-model"}, "draft_model and speculation=draft-model must be given together"),
         ({"draft_model": "/m"}, "draft_model and speculation=draft-model must be given together"),
         (
-            {"speculation": "ngram", "draft_model": "/m"},
+            {"speculation": "suffix", "draft_model": "/m"},
             "draft_model and speculation=draft-model must be given together",
         ),
-        ({"speculation": "ngram", "max_drafts": -1}, "max_drafts must be between 0 and 1024, got -1"),
+        ({"speculation": "suffix", "max_drafts": -1}, "max_drafts must be between 0 and 1024, got -1"),
         ({"max_drafts": 4}, "max_drafts is given, but speculation is off"),
     ],
 )

@@ -48,16 +48,14 @@ class RowDrafts:
 
     Attributes:
         length: How many drafts are worth trying.
-        index: Of the row's tokens, for prompt lookup.
-        distance: How many tokens ago the text last matched its current end; 0: never.
-        guess: The likely continuation, for suffix lookup.
-        text: The row's outputs as other rows of its domain may read them, for suffix lookup.
+        index: Of the row's tokens.
+        guess: The likely continuation.
+        text: The row's outputs as other rows of its domain may read them.
         num_computed: Leading tokens whose K and V are in the draft model's cache.
     """
 
     length: DraftLength
     index: NgramIndex | None = None
-    distance: int = 0
     guess: list[int] = field(default_factory=list)
     text: Text = field(default_factory=lambda: Text(0))
     num_computed: int = 0

@@ -1,7 +1,7 @@
 """Text repeats itself: what followed an earlier occurrence of the last few tokens is a good draft of what follows now.
 
-Prompt lookup decoding (A. Saxena, 2023). For every token the index stores where the trigram ending there occurred
-before, so a lookup walks back through earlier places, most recent first, and takes the one with the longest match.
+For every token the index stores where the trigram ending there occurred before, so a lookup walks back through earlier
+places, most recent first. Prompt lookup decoding (A. Saxena, 2023) finds its drafts in this way.
 """
 
 from __future__ import annotations
@@ -45,16 +45,6 @@ class NgramIndex:
                 self._previous.append(self._last.get(key, -1))
                 self._last[key] = place
         return end - start
-
-    def distance(self, tokens: Ids) -> int:
-        """How many tokens ago the text last matched its current end; 0 if never, or if not all is indexed."""
-        best, longest = 0, SIZE - 1
-        for length, distance in self.matches(tokens):
-            if length > longest:
-                best, longest = distance, length
-            if length >= min(MAX_MATCH, len(tokens)):
-                break
-        return best
 
     def matches(self, tokens: Ids) -> Iterator[tuple[int, int]]:
         """Pairs of match length at an earlier place and distance to it, the most recent place first; none if not all

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pagoda_worker.checkpoints.checkpoint import Progress
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading.model import LoadedModel, load_model
-from pagoda_worker.speculation.drafting import MAX_DRAFTS, Drafter, DraftModel, NoDrafts, PromptLookup
+from pagoda_worker.speculation.drafting import MAX_DRAFTS, Drafter, DraftModel, NoDrafts
 from pagoda_worker.speculation.forced import ForcedDrafts
 from pagoda_worker.speculation.suffixes import SuffixLookup
 
@@ -51,6 +51,4 @@ def _named(config: WorkerConfig, draft: LoadedModel | None, num_blocks: int) -> 
     max_drafts = config.max_drafts or MAX_DRAFTS
     if draft is not None:
         return DraftModel(draft, num_blocks, config, max_drafts)
-    if config.speculation == "suffix":
-        return SuffixLookup(max_drafts)
-    return PromptLookup(max_drafts) if config.speculation else NoDrafts()
+    return SuffixLookup(max_drafts) if config.speculation else NoDrafts()

@@ -1,8 +1,7 @@
 """Where drafts come from: a drafter is asked before every step, and learns after it which drafts were accepted.
 
     NoDrafts       no drafts
-    PromptLookup   the row's own text, where it repeats itself
-    SuffixLookup   that, and earlier outputs of its domain (see `suffixes`)
+    SuffixLookup   the row's own text and earlier outputs of its domain, where they repeat themselves (see `suffixes`)
     DraftModel     a smaller model with the same vocabulary and a cache of its own under the same block ids
 
 and around them, in `forced`, tokens that a row's grammar leaves no choice about.
@@ -12,7 +11,7 @@ A drafter may propose anything: a wrong draft costs time and changes no token (s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -25,14 +24,11 @@ from pagoda_worker.kernels.ops import Cache
 from pagoda_worker.loading.model import LoadedModel
 from pagoda_worker.rows.batch import build_batch
 from pagoda_worker.rows.drafts import DraftLength, RowDrafts
-from pagoda_worker.rows.ngram import NgramIndex, continuation
 from pagoda_worker.rows.rows import Ids, Row
 
 Work = Sequence[tuple[Row, Chunk]]
 
 MAX_DRAFTS = 8
-INDEXED_PER_STEP = 4096  # tokens, of all rows together: about a millisecond
-INDEXED_PER_SAMPLE = 64
 
 
 class Drafter(Protocol):
@@ -60,57 +56,6 @@ class NoDrafts:
 
     def learn(self, row: Row, num_drafted: int, num_accepted: int) -> int:
         return 0
-
-
-def indexed(
-    work: Work, state_of: Callable[[Row], tuple[RowDrafts, NgramIndex]]
-) -> Iterator[tuple[Row, Chunk, RowDrafts]]:
-    """Rows that may be drafted for, after extending their indexes by what one step has time for in total."""
-    room = INDEXED_PER_STEP
-    for row, chunk in work:
-        if not row.params.use_beam_search:
-            state, index = state_of(row)
-            room -= index.extend(row.tokens.array, room)
-            yield row, chunk, state
-
-
-class PromptLookup:
-    """Indexes a prompt while it is computed; one from the prefix cache, over the steps that follow.
-
-    A beam is a different row in the next step: it has nothing to draft from, and is not indexed.
-    """
-
-    caches = ()
-    reads_all = True
-
-    def __init__(self, max_drafts: int) -> None:
-        self._max_drafts = max_drafts
-
-    def draft(self, work: Work) -> dict[int, Ids]:
-        drafts = {}
-        for row, chunk, state in indexed(work, self._state):
-            count = min(chunk.num_drafts, state.length.now)
-            if count and state.distance:
-                drafts[row.row_id] = continuation(row.tokens.array, state.distance, count)
-        return drafts
-
-    def learn(self, row: Row, num_drafted: int, num_accepted: int) -> int:
-        if row.params.use_beam_search:
-            return 0
-        state, index = self._state(row)
-        state.length.learn(num_drafted, num_accepted)
-        state.distance = 0
-        if state.length.now:
-            index.extend(row.tokens.array, INDEXED_PER_SAMPLE)
-            state.distance = index.distance(row.tokens.array)
-        return state.length.now if state.distance else 0
-
-    def _state(self, row: Row) -> tuple[RowDrafts, NgramIndex]:
-        if row.drafts is not None and row.drafts.index is not None:
-            return row.drafts, row.drafts.index
-        index = NgramIndex()
-        row.drafts = RowDrafts(DraftLength(self._max_drafts), index)
-        return row.drafts, index
 
 
 class DraftModel:

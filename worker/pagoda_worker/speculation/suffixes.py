@@ -18,14 +18,19 @@ from pagoda_worker.rows.drafts import DraftLength, RowDrafts
 from pagoda_worker.rows.ngram import MAX_MATCH, SIZE, NgramIndex, continuation
 from pagoda_worker.rows.rows import Ids, Row
 from pagoda_worker.rows.texts import Domains, Outputs, Text
-from pagoda_worker.speculation.drafting import INDEXED_PER_SAMPLE, Work, indexed
+from pagoda_worker.speculation.drafting import Work
 
+INDEXED_PER_STEP = 4096  # tokens, of all rows together: about a millisecond
+INDEXED_PER_SAMPLE = 64
 LIKELY = 0.3  # share of the places that a path must retain
 LEAST_SURE = 7  # tokens that match by chance; each one beyond allows one draft, whatever became of the last drafts
 
 
 class SuffixLookup:
-    """Like `PromptLookup`, with a memory."""
+    """Indexes a prompt while it is computed; one from the prefix cache, over the steps that follow.
+
+    A beam is a different row in the next step: it has nothing to draft from, and is not indexed.
+    """
 
     caches = ()
     reads_all = True
@@ -35,8 +40,12 @@ class SuffixLookup:
         self._domains = Domains()
 
     def draft(self, work: Work) -> dict[int, Ids]:
-        drafts = {}
-        for row, chunk, state in indexed(work, self._state):
+        drafts, room = {}, INDEXED_PER_STEP
+        for row, chunk in work:
+            if row.params.use_beam_search:
+                continue
+            state, index = self._state(row)
+            room -= index.extend(row.tokens.array, room)
             if guess := state.guess[: chunk.num_drafts]:
                 drafts[row.row_id] = np.array(guess, np.int64)
         self._domains.trim()
