@@ -20,7 +20,8 @@ class Workload:
     `figure`: "output" (output tokens per second of all clients) or "prompt" (prompt tokens per second until the end of
     an answer of one token). Both are computed from when answers begin and end, not from when text arrives: a model with
     random weights may generate many tokens that are not text yet.
-    `primed`: the load is sent twice and the second time counts, when the prompts are in every server's prefix cache.
+    `primed`: the load is sent twice and the second time counts, when the prompts are in every server's prefix cache
+    (and the answers in the memory of one that drafts from them).
     `than`: another workload, with which this one is compared on the same server.
     `source`: COPY for prompts from `copying.py`.
     """
@@ -41,14 +42,17 @@ class Workload:
 
     def flags(self, salt: str, rows: Path | None) -> list[str]:
         """Flags of `pagoda bench serve`. `rows` is the file of a workload with a `source`."""
-        flags = ["--concurrency", str(self.clients), "--warmup", "1", "--salt", salt]
+        flags, body = ["--concurrency", str(self.clients), "--salt", salt], dict(self.body)
         if rows is not None:
-            flags += ["--workload", str(rows)]
+            # The same prompts every time: nothing may be remembered of them, and no load's beginning is special.
+            flags += ["--warmup", "0", "--workload", str(rows)]
+            body |= {"cache_salt": salt.replace(" ", "-")}
         else:
+            flags += ["--warmup", "1"]
             flags += ["--num-requests", str(self.requests)]
             flags += ["--input-len", str(self.input_len), "--output-len", str(self.output_len)]
-        if self.body:
-            flags += ["--extra-body", json.dumps(self.body)]
+        if body:
+            flags += ["--extra-body", json.dumps(body)]
         return flags
 
     def value(self, report: dict[str, Any]) -> float:
@@ -70,8 +74,8 @@ WORKLOADS = {
     "long-4k": Workload(4, 4, 3968, 64, primed=True),
     "greedy-8": Workload(8, 16, 64, 128),
     "top-p-8": Workload(8, 16, 64, 128, body=RANDOM | {"top_p": 0.9}, than="greedy-8"),
-    "copy-1": Workload(1, 4, CONTINUED, 128, primed=True, source=COPY),
-    "random-1": Workload(1, 4, CONTINUED, 128, primed=True, body=RANDOM | {"seed": 1}),
+    "copy-1": Workload(1, 4, CONTINUED, 128, source=COPY),
+    "random-1": Workload(1, 4, CONTINUED, 128, body=RANDOM | {"seed": 1}),
 }
 DEFAULT = "decode-1,served-16,served-32,prefill-2048"
 

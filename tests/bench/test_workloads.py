@@ -33,7 +33,7 @@ def test_the_load_generator_understands_every_workload(name: str) -> None:
     arguments = parser_of("bench").parse_args(["bench", "serve", *chosen.flags("salt 1", rows)])
     assert arguments.concurrency == chosen.clients
     assert arguments.salt == "salt 1"
-    assert arguments.extra_body == chosen.body
+    assert arguments.extra_body == chosen.body | ({} if rows is None else {"cache_salt": "salt-1"})
     assert arguments.workload == rows
     assert rows is not None or len(command._rows(arguments)) == chosen.requests
 
