@@ -82,7 +82,12 @@ class EngineConfig:
     max_attempts: int = option(
         3, "a request fails after losing its worker this many times without a new token", least=1
     )
-    metrics_port: int = option(-1, "port for Prometheus metrics; -1 is off, 0 picks a free one", least=-1, most=65535)
+    metrics_port: int = option(
+        -1,
+        "port for Prometheus metrics; further engine cores of `pagoda serve` take the next; -1: off, 0: a free one",
+        least=-1,
+        most=65535,
+    )
     metrics_host: str = option(LOOPBACK, "address that the metrics port listens on; it asks for no key")
 
     def __post_init__(self) -> None:

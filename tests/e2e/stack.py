@@ -71,15 +71,19 @@ class Stack:
                     found.append(child)
         return found
 
+    def engine_sockets(self) -> list[Path]:
+        return sorted(self.data_dir.rglob("engine*.sock"))
+
     def workers(self) -> list[pb.Worker]:
-        """The engine core's list of its workers."""
-        return list(self._admin("ListWorkers", pb.ListWorkersRequest()).workers)
+        """The workers of all engine cores."""
+        listed = [self._admin(socket, "ListWorkers", pb.ListWorkersRequest()) for socket in self.engine_sockets()]
+        return [worker for one in listed for worker in one.workers]
 
     def stats(self) -> pb.GetStatsResponse:
-        return self._admin("GetStats", pb.GetStatsRequest())
+        """Of the first engine core."""
+        return self._admin(self.engine_sockets()[0], "GetStats", pb.GetStatsRequest())
 
-    def _admin(self, method: str, request: Any) -> Any:
-        engine_socket = next(self.data_dir.rglob("engine*.sock"))
+    def _admin(self, engine_socket: Path, method: str, request: Any) -> Any:
         with grpc.insecure_channel(f"unix:{engine_socket}") as channel:
             return getattr(engine_pb2_grpc.AdminStub(channel), method)(request, timeout=60)
 

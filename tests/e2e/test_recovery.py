@@ -136,7 +136,7 @@ def test_streams_survive_the_death_of_a_worker(either: tuple[Stack, list[Any]]) 
 
 
 def test_streams_go_on_when_their_worker_is_asked_to_leave(stack: Stack, undisturbed: list[Any]) -> None:
-    deaths, [socket] = stack.stats().worker_deaths, stack.data_dir.rglob("engine.sock")
+    deaths, [socket] = stack.stats().worker_deaths, stack.engine_sockets()
     left: list[pb.Worker] = []
 
     def drain_a_busy_worker() -> None:
@@ -216,6 +216,18 @@ def test_streams_survive_the_death_of_the_engine_core(either: tuple[Stack, list[
         assert not victim.is_running()
         stack.wait_until(lambda: len(stack.ready_workers()) == 2)
         num_continued = stack.stats().output_tokens  # its successor counts from 0
+
+
+def test_one_of_two_engine_cores_takes_over_the_streams_of_the_other(
+    tmp_path: Path, adapters: str, undisturbed: list[Any]
+) -> None:
+    with running_stack(tmp_path, *named(adapters), "--engine-cores", "2", workers=2) as stack:
+        victims = stack.children("engine-core")
+        assert len(victims) == 2
+        for victim in victims:
+            check(asyncio.run(run_all(stack, requests(), partial(kill, victim.pid))), undisturbed)
+            assert not victim.is_running()
+            stack.wait_until(lambda: len(stack.ready_workers()) == 2)
 
 
 # Blocks for two or three of the eight choices, and swap space for as many: some are swapped, others recomputed.

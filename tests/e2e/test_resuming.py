@@ -80,7 +80,7 @@ def undisturbed(stack: Stack, requests: list[dict[str, Any]]) -> list[Answer]:
 
 
 def start_gateway(stack: Stack, tiers: Tiers, name: str, store: str) -> str:
-    port, engine = free_port(), next(stack.data_dir.rglob("engine*.sock"))
+    port, engine = free_port(), stack.engine_sockets()[0]
     options = ["--engine", f"unix:{engine}", "--port", str(port), "--served-model-name", MODEL, "--store", store]
     tiers.start(name, "gateway", *options)
     return f"http://127.0.0.1:{port}"

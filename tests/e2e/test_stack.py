@@ -213,7 +213,7 @@ def test_sec_02_a_tower_listens_on_its_http_port_and_on_nothing_else(stack: Stac
         if connection.status == psutil.CONN_LISTEN
     }
     assert listening == {("127.0.0.1", stack.port)}
-    [engine] = stack.data_dir.rglob("engine.sock")
+    [engine] = stack.engine_sockets()
     assert stat.S_IMODE(engine.parent.stat().st_mode) == 0o700
 
 

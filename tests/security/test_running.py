@@ -175,7 +175,7 @@ def test_sec_25_strangers_cannot_add_series(stack: Stack) -> None:
 
 @pytest.fixture
 def channel(stack: Stack) -> Iterator[grpc.Channel]:
-    [address] = stack.data_dir.rglob("engine*.sock")
+    [address] = stack.engine_sockets()
     with grpc.insecure_channel(f"unix:{address}") as channel:
         yield channel
 

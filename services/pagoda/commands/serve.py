@@ -1,4 +1,4 @@
-"""`pagoda serve`: one gateway, one engine core and K workers on this machine, connected by private sockets."""
+"""`pagoda serve`: a gateway, engine cores and their workers on this machine, connected by private sockets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +54,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _serve(settings: Settings, model_dir: Path, listener: socket.socket, started: float) -> int:
     with runtime_dir(settings.build(ServeConfig).data_dir) as directory:
         tower = Tower(settings, model_dir, directory, listener, started)
-        where, workers = tower.engine.listen, _counted(tower.workers)
-        log.info("starting a gateway, an engine core (%s) and %s for %s", where, workers, model_dir)
+        engines, workers = _counted("engine core", tower.engines), _counted("worker", tower.workers)
+        log.info("starting a gateway, %s (%s) and %s for %s", engines, tower.gateway.engine, workers, model_dir)
         if not settings.build(GatewayConfig).store:
             log.info("files and batches are kept until this ends; --store sqlite:///path/store.db keeps them longer")
         try:
@@ -70,8 +72,8 @@ def refuse_model_among_names(given: GatewayConfig) -> None:
         raise ConfigError([f"served_model_name: {taken[-1]!a} is read as a name: put MODEL before the flags"])
 
 
-def _counted(workers: list[WorkerConfig]) -> str:
-    return "a worker" if len(workers) == 1 else f"{len(workers)} workers"
+def _counted(what: str, of: Sequence[object]) -> str:
+    return f"{'an' if what[0] in 'aeiou' else 'a'} {what}" if len(of) == 1 else f"{len(of)} {what}s"
 
 
 class Tower:
@@ -84,32 +86,43 @@ class Tower:
         self._listen_fd = listener.fileno()  # shared by all lives, so that clients between two of them wait
         self._common = settings.build(CommonConfig)
         self._started = started
-        gateway_address = f"unix:{directory / 'engine.sock'}"
-        worker_address = f"ipc://{directory / 'workers.sock'}"
         given = settings.build(GatewayConfig)
-        self.engine = settings.build(EngineConfig, listen=gateway_address, worker_endpoint=worker_address)
+        self.engines = self._engine_configs(directory)
         self.gateway = settings.build(
             GatewayConfig,
-            engine=gateway_address,
+            engine=",".join(engine.listen for engine in self.engines),
             model=str(model_dir),
             port=listener.getsockname()[1],
             store=given.store or f"{SCRATCH}{directory / 'store.db'}",  # outlives a gateway, but not the tower
             served_model_name=given.served_model_name or checkpoints.served_name(given.model),
         )
-        self.workers = self._worker_configs(str(model_dir), worker_address)
+        self.workers = self._worker_configs(str(model_dir))
         self._url, self._kind = "", GENERATE
         self._announced = False
         self._locked = False
         self.view = StartupView(as_json=self._common.log_json)
 
-    def _worker_configs(self, model_dir: str, address: str) -> list[WorkerConfig]:
+    def _engine_configs(self, directory: Path) -> list[EngineConfig]:
+        return [
+            self._engine_config(
+                f"unix:{directory}/engine-{index}.sock", f"ipc://{directory}/workers-{index}.sock", index
+            )
+            for index in range(self._settings.build(ServeConfig).num_engine_cores)
+        ]
+
+    def _engine_config(self, listen: str, worker_endpoint: str, index: int) -> EngineConfig:
+        build = partial(self._settings.build, EngineConfig, listen=listen, worker_endpoint=worker_endpoint)
+        first = build()
+        return build(metrics_port=first.metrics_port + index) if first.metrics_port > 0 else first
+
+    def _worker_configs(self, model_dir: str) -> list[WorkerConfig]:
         count, given = self._settings.build(ServeConfig).workers, self._settings.build(WorkerConfig)
         threads = given.threads or max(1, available_cores() // count)
         return [
             self._settings.build(
                 WorkerConfig,
                 model=model_dir,
-                engine=address,
+                engine=self.engines[index % len(self.engines)].worker_endpoint,
                 worker_id=f"worker-{index}",
                 threads=threads,
                 workers_here=max(count, given.workers_here),
@@ -119,7 +132,7 @@ class Tower:
         ]
 
     def children(self) -> list[ChildSpec]:
-        """Gateway, engine core and workers, in the order in which they are stopped."""
+        """Gateway, engine cores and workers, in the order in which they are stopped."""
         gateway_bound_s = self.gateway.lame_duck_s + self.gateway.drain_timeout_s + times.GATEWAY_LEAVES_S
         plain = child_environment(PYTHONUNBUFFERED="1", GRPC_VERBOSITY="ERROR")  # otherwise gRPC logs every lost link
         return [
@@ -128,13 +141,17 @@ class Tower:
                 prepares=True, inherits=(self._listen_fd,),
                 stop_order=0, stop_timeout_s=gateway_bound_s, silence_timeout_s=times.CHILD_SILENT_S,
             ),
-            ChildSpec(
-                name="engine-core", command=lambda: self._command("engine-core", self.engine), environment=plain,
-                prepares=True, stop_order=1, stop_timeout_s=self.engine.drain_timeout_s + times.ENGINE_CORE_STOPS_S,
-                silence_timeout_s=times.CHILD_SILENT_S,
-            ),
+            *(self._engine_spec(index, config, plain) for index, config in enumerate(self.engines)),
             *(self._worker_spec(config) for config in self.workers),
         ]  # fmt: skip
+
+    def _engine_spec(self, index: int, config: EngineConfig, environment: dict[str, str]) -> ChildSpec:
+        return ChildSpec(
+            name="engine-core" if len(self.engines) == 1 else f"engine-core-{index}",
+            command=lambda: self._command("engine-core", config), environment=environment,
+            prepares=True, stop_order=1, stop_timeout_s=config.drain_timeout_s + times.ENGINE_CORE_STOPS_S,
+            silence_timeout_s=times.CHILD_SILENT_S,
+        )  # fmt: skip
 
     def _worker_spec(self, config: WorkerConfig) -> ChildSpec:
         threads = str(config.threads)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+WORKERS_PER_ENGINE_CORE = 16  # whose steps one engine core plans without any of them waiting (decision 17)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +30,23 @@ class ServeConfig:
         least=1,
         most=64,
     )
+    engine_cores: int = option(
+        0, f"engine cores to start, which share the workers; 0: one for every {WORKERS_PER_ENGINE_CORE}", most=64
+    )
     data_dir: str = option("", "directory for run-time files (sockets); empty: the user's runtime directory")
 
     def __post_init__(self) -> None:
-        check(self)
+        check(self, self._problems())
+
+    @property
+    def num_engine_cores(self) -> int:
+        return self.engine_cores or -(-self.workers // WORKERS_PER_ENGINE_CORE)
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.engine_cores > self.workers > 0:
+            yield Problem(
+                "engine_cores", f"engine_cores must be at most workers ({self.workers}), got {self.engine_cores}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,10 +34,10 @@ def read_back(command: list[str], tier: str, config: type) -> Any:
 
 
 def configs(one: Tower) -> dict[str, Any]:
-    kinds = {"gateway": ("gateway", GatewayConfig), "engine-core": ("engine-core", EngineConfig)}
+    kinds = {"gateway": GatewayConfig, "engine-core": EngineConfig, "worker": WorkerConfig}
+    tiers = {spec.name: next(tier for tier in kinds if spec.name.startswith(tier)) for spec in one.children()}
     return {
-        spec.name: read_back(list(spec.command()), *kinds.get(spec.name, ("worker", WorkerConfig)))
-        for spec in one.children()
+        spec.name: read_back(list(spec.command()), tiers[spec.name], kinds[tiers[spec.name]]) for spec in one.children()
     }
 
 
@@ -45,12 +45,39 @@ def test_the_tiers_are_wired_to_each_other() -> None:
     found = configs(tower(workers="3", port="0", max_model_len="256", model="org/name"))
     assert list(found) == ["gateway", "engine-core", "worker-0", "worker-1", "worker-2"]
     gateway, engine, worker = found["gateway"], found["engine-core"], found["worker-1"]
-    assert gateway.engine == engine.listen == "unix:/run/x/engine.sock"
-    assert worker.engine == engine.worker_endpoint == "ipc:///run/x/workers.sock"
+    assert gateway.engine == engine.listen == "unix:/run/x/engine-0.sock"
+    assert worker.engine == engine.worker_endpoint == "ipc:///run/x/workers-0.sock"
     assert gateway.model == worker.model == "/models/some"
     assert gateway.served_model_name == "org/name"
     assert worker.worker_id == "worker-1"
     assert engine.max_model_len == worker.max_model_len == 256
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ({"workers": "16"}, 1),
+        ({"workers": "17"}, 2),
+        ({"workers": "64"}, 4),
+        ({"workers": "3", "engine_cores": "2"}, 2),
+    ],
+)
+def test_engine_cores_share_the_workers(flags: dict[str, str], count: int) -> None:
+    one = tower(metrics_port="9100", **flags)
+    found = configs(one)
+    engines = [found[f"engine-core-{index}"] if count > 1 else found["engine-core"] for index in range(count)]
+    assert len(found) == 1 + count + int(flags["workers"])
+    assert found["gateway"].engine == ",".join(engine.listen for engine in engines)
+    shares = [[worker for worker in one.workers if worker.engine == engine.worker_endpoint] for engine in engines]
+    assert sum(map(len, shares)) == int(flags["workers"])
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert max(map(len, shares)) <= 16
+    assert [engine.metrics_port for engine in engines] == list(range(9100, 9100 + count))
+
+
+def test_every_engine_core_has_a_worker() -> None:
+    with pytest.raises(ConfigError, match=r"engine_cores must be at most workers \(2\), got 3"):
+        tower(workers="2", engine_cores="3")
 
 
 @pytest.mark.parametrize(("model", "names"), [("", "m,org/name"), ("/models/some", f"m,{Path(__file__).parent}")])
