@@ -9,7 +9,7 @@ from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-WORKERS_PER_ENGINE_CORE = 16  # whose steps one engine core plans without any of them waiting (decision 17)
+WORKERS_PER_ENGINE_CORE = 12  # whose steps one engine core plans without any of them waiting (decision 17)
 
 
 @dataclass(frozen=True, kw_only=True)
