@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": Command("pagoda.commands.serve", "start gateway, engine core and workers on this machine"),
+    "serve": Command("pagoda.commands.serve", "start gateway, engine cores and workers on this machine"),
     "gateway": Command("pagoda.commands.gateway", "start one gateway: HTTP API, text"),
     "engine-core": Command("pagoda.commands.engine_core", "start one engine core: requests, scheduling, KV blocks"),
     "worker": Command("pagoda.commands.worker", "start one worker: weights, KV tensors, kernels"),

@@ -33,6 +33,8 @@ from pagoda_worker.device_choice import device_of_worker
 
 log = logging.getLogger(__name__)
 
+LAST_PORT = 65535
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
@@ -87,12 +89,14 @@ class Tower:
         self._common = settings.build(CommonConfig)
         self._started = started
         given = settings.build(GatewayConfig)
-        self.engines = self._engine_configs(directory)
+        port = listener.getsockname()[1]
+        count = settings.build(ServeConfig).num_engine_cores
+        self.engines = [self._engine_config(directory, index, port) for index in range(count)]
         self.gateway = settings.build(
             GatewayConfig,
             engine=",".join(engine.listen for engine in self.engines),
             model=str(model_dir),
-            port=listener.getsockname()[1],
+            port=port,
             store=given.store or f"{SCRATCH}{directory / 'store.db'}",  # outlives a gateway, but not the tower
             served_model_name=given.served_model_name or checkpoints.served_name(given.model),
         )
@@ -102,18 +106,18 @@ class Tower:
         self._locked = False
         self.view = StartupView(as_json=self._common.log_json)
 
-    def _engine_configs(self, directory: Path) -> list[EngineConfig]:
-        return [
-            self._engine_config(
-                f"unix:{directory}/engine-{index}.sock", f"ipc://{directory}/workers-{index}.sock", index
-            )
-            for index in range(self._settings.build(ServeConfig).num_engine_cores)
-        ]
-
-    def _engine_config(self, listen: str, worker_endpoint: str, index: int) -> EngineConfig:
-        build = partial(self._settings.build, EngineConfig, listen=listen, worker_endpoint=worker_endpoint)
+    def _engine_config(self, directory: Path, index: int, gateway_port: int) -> EngineConfig:
+        """Raises ConfigError if there is no port for its metrics."""
+        listen, workers = f"unix:{directory}/engine-{index}.sock", f"ipc://{directory}/workers-{index}.sock"
+        build = partial(self._settings.build, EngineConfig, listen=listen, worker_endpoint=workers)
         first = build()
-        return build(metrics_port=first.metrics_port + index) if first.metrics_port > 0 else first
+        if first.metrics_port <= 0:
+            return first
+        port = first.metrics_port + index
+        if port == gateway_port or port > LAST_PORT:
+            what = "the gateway's" if port == gateway_port else "which does not exist"
+            raise ConfigError([f"metrics_port: engine core number {index + 1} would take port {port}, {what}"])
+        return build(metrics_port=port)
 
     def _worker_configs(self, model_dir: str) -> list[WorkerConfig]:
         count, given = self._settings.build(ServeConfig).workers, self._settings.build(WorkerConfig)

@@ -53,9 +53,16 @@ def _base(data_dir: str) -> Path:
         base = Path(data_dir).expanduser().absolute()
         if len(os.fsencode(base)) > LONGEST:
             raise ConfigError([f"data_dir must be shorter: {base} leaves no room for a socket's name (107 bytes)"])
+        if "," in str(base):
+            raise ConfigError([f"data_dir must not contain a comma, which separates addresses: {base}"])
         return base
     runtime = environment_value("XDG_RUNTIME_DIR")
-    usable = runtime and len(os.fsencode(runtime)) <= LONGEST and os.access(runtime, os.W_OK | os.X_OK)
+    usable = (
+        runtime
+        and "," not in runtime
+        and len(os.fsencode(runtime)) <= LONGEST
+        and os.access(runtime, os.W_OK | os.X_OK)
+    )
     return Path(runtime if usable else tempfile.gettempdir())
 
 

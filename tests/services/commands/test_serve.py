@@ -75,6 +75,19 @@ def test_engine_cores_share_the_workers(flags: dict[str, str], count: int) -> No
     assert [engine.metrics_port for engine in engines] == list(range(9100, 9100 + count))
 
 
+def test_no_metrics_are_where_the_gateway_listens_or_nobody_can() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        for first, count, message in (
+            (port, 1, f"engine core number 1 would take port {port}, the gateway's"),
+            (port - 1, 2, f"engine core number 2 would take port {port}, the gateway's"),
+            (65535, 2, "engine core number 2 would take port 65536, which does not exist"),
+        ):
+            flags = {"workers": "2", "engine_cores": str(count), "metrics_port": str(first)}
+            with pytest.raises(ConfigError, match=message):
+                Tower(resolve("serve", flags, {}), Path("/models/some"), Path("/run/x"), listener, started=0.0)
+
+
 def test_every_engine_core_has_a_worker() -> None:
     with pytest.raises(ConfigError, match=r"engine_cores must be at most workers \(2\), got 3"):
         tower(workers="2", engine_cores="3")

@@ -54,6 +54,11 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_path_with_a_comma_would_be_two_addresses(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="data_dir must not contain a comma"), runtime_dir(str(tmp_path / "a,b")):
+        pass
+
+
 def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot create a runtime directory"), runtime_dir(str(tmp_path / "file")):
