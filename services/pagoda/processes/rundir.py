@@ -51,19 +51,19 @@ def runtime_dir(data_dir: str) -> Iterator[Path]:
 def _base(data_dir: str) -> Path:
     if data_dir:
         base = Path(data_dir).expanduser().absolute()
-        if len(os.fsencode(base)) > LONGEST:
-            raise ConfigError([f"data_dir must be shorter: {base} leaves no room for a socket's name (107 bytes)"])
-        if "," in str(base):
-            raise ConfigError([f"data_dir must not contain a comma, which separates addresses: {base}"])
+        if problem := _problem(str(base)):
+            raise ConfigError([f"data_dir {problem}"])
         return base
     runtime = environment_value("XDG_RUNTIME_DIR")
-    usable = (
-        runtime
-        and "," not in runtime
-        and len(os.fsencode(runtime)) <= LONGEST
-        and os.access(runtime, os.W_OK | os.X_OK)
-    )
+    usable = runtime and not _problem(runtime) and os.access(runtime, os.W_OK | os.X_OK)
     return Path(runtime if usable else tempfile.gettempdir())
+
+
+def _problem(base: str) -> str:
+    """Why no socket can be in this directory; "" if one can."""
+    if len(os.fsencode(base)) > LONGEST:
+        return f"must be shorter: {base} leaves no room for a socket's name (107 bytes)"
+    return f"must not contain a comma, which separates addresses: {base}" if "," in base else ""
 
 
 def _sweep(base: Path) -> None:

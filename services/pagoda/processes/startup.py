@@ -78,9 +78,8 @@ class StartupView:
         if self._plain:
             print(as_entry(child, line) if self._as_json else f"[{child}] {line}", file=sys.stderr, flush=True)
         else:
-            colour = (
-                _COLOURS.get(child.rstrip("-0123456789")) or _WORKER_COLOURS[sum(child.encode()) % len(_WORKER_COLOURS)]
-            )
+            tier = child.rstrip("-0123456789")
+            colour = _COLOURS.get(tier) or _WORKER_COLOURS[sum(child.encode()) % len(_WORKER_COLOURS)]
             self._console.print(Text.assemble((f"[{child}] ", colour), Text.from_ansi(line)))
 
     def loading(self, child: str, num_bytes: int, of: int, what: str = "loading weights") -> None:
