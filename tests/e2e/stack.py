@@ -72,7 +72,7 @@ class Stack:
         return found
 
     def engine_sockets(self) -> list[Path]:
-        return sorted(self.data_dir.rglob("engine*.sock"))
+        return sorted(self.data_dir.rglob("core-*.sock"))
 
     def workers(self) -> list[pb.Worker]:
         """The workers of all engine cores."""

@@ -227,9 +227,7 @@ def test_one_of_two_engine_cores_takes_over_the_streams_of_the_other(
         for place in range(2):
             resumed = num_resumed(stack)
             while num_resumed(stack) == resumed:  # all of its streams may have ended before it dies
-                [victim] = [
-                    one for one in stack.children("engine-core") if f"engine-{place}.sock" in str(one.cmdline())
-                ]
+                [victim] = [one for one in stack.children("engine-core") if f"core-{place}.sock" in str(one.cmdline())]
                 check(asyncio.run(run_all(stack, requests(), partial(kill, victim.pid))), undisturbed)
                 assert not victim.is_running()
                 stack.wait_until(lambda: len(stack.ready_workers()) == 2)

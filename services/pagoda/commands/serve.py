@@ -108,7 +108,7 @@ class Tower:
 
     def _engine_config(self, directory: Path, index: int, gateway_port: int) -> EngineConfig:
         """Raises ConfigError if there is no port for its metrics."""
-        listen, workers = f"unix:{directory}/engine-{index}.sock", f"ipc://{directory}/workers-{index}.sock"
+        listen, workers = f"unix:{directory}/core-{index}.sock", f"ipc://{directory}/work-{index}.sock"
         build = partial(self._settings.build, EngineConfig, listen=listen, worker_endpoint=workers)
         first = build()
         if first.metrics_port <= 0:

@@ -18,7 +18,7 @@ from pagoda.settings.problems import ConfigError
 from pagoda.settings.resolving import environment_value
 
 PREFIX = "pagoda-"
-LONGEST = 107 - len("/pagoda-12345678/workers-63.sock")  # a Unix socket's path has at most 107 bytes
+LONGEST = 107 - len("/pagoda-12345678/work-63.sock")  # a Unix socket's path has at most 107 bytes
 
 
 @contextlib.contextmanager

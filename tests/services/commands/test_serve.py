@@ -12,6 +12,7 @@ import pytest
 from pagoda.cli import parser_of
 from pagoda.commands.serve import Tower, refuse_model_among_names
 from pagoda.processes import logs
+from pagoda.processes.rundir import LONGEST
 from pagoda.processes.startup import announcement
 from pagoda.settings.flags import given_flags
 from pagoda.settings.problems import ConfigError
@@ -45,8 +46,8 @@ def test_the_tiers_are_wired_to_each_other() -> None:
     found = configs(tower(workers="3", port="0", max_model_len="256", model="org/name"))
     assert list(found) == ["gateway", "engine-core", "worker-0", "worker-1", "worker-2"]
     gateway, engine, worker = found["gateway"], found["engine-core"], found["worker-1"]
-    assert gateway.engine == engine.listen == "unix:/run/x/engine-0.sock"
-    assert worker.engine == engine.worker_endpoint == "ipc:///run/x/workers-0.sock"
+    assert gateway.engine == engine.listen == "unix:/run/x/core-0.sock"
+    assert worker.engine == engine.worker_endpoint == "ipc:///run/x/work-0.sock"
     assert gateway.model == worker.model == "/models/some"
     assert gateway.served_model_name == "org/name"
     assert worker.worker_id == "worker-1"
@@ -73,6 +74,16 @@ def test_engine_cores_share_the_workers(flags: dict[str, str], count: int) -> No
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert max(map(len, shares)) <= 12
     assert [engine.metrics_port for engine in engines] == list(range(9100, 9100 + count))
+
+
+def test_sockets_fit_into_the_longest_directory() -> None:
+    directory = Path("/".ljust(LONGEST, "x")) / "pagoda-12345678"
+    with bind("127.0.0.1", 0) as listener:
+        settings = resolve("serve", {"workers": "64", "engine_cores": "64"}, {})
+        engines = Tower(settings, Path("/models/some"), directory, listener, started=0.0).engines
+    paths = [engine.listen.removeprefix("unix:") for engine in engines]
+    paths += [engine.worker_endpoint.removeprefix("ipc://") for engine in engines]
+    assert max(map(len, paths)) == 107, "the most that a Unix socket's path may have"
 
 
 def test_no_metrics_are_where_the_gateway_listens_or_nobody_can() -> None:

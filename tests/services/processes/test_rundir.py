@@ -33,7 +33,7 @@ def test_what_a_killed_run_left_is_swept_up(tmp_path: Path) -> None:
 import os, signal
 from pagoda.processes.rundir import runtime_dir
 with runtime_dir({str(tmp_path)!r}) as path:
-    (path / "engine.sock").touch()
+    (path / "core-0.sock").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", program], check=False)
@@ -80,7 +80,7 @@ def test_without_a_place_of_its_own_the_users_runtime_directory_is_taken(
 def test_runs_that_begin_at_once_do_not_sweep_each_other(tmp_path: Path) -> None:
     def begin(_: int) -> bool:
         with runtime_dir(str(tmp_path)) as path:
-            (path / "engine.sock").touch()
+            (path / "core-0.sock").touch()
             return path.is_dir()
 
     with ThreadPoolExecutor(8) as threads:
