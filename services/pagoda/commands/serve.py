@@ -75,7 +75,7 @@ def refuse_model_among_names(given: GatewayConfig) -> None:
 
 
 def _counted(what: str, of: Sequence[object]) -> str:
-    return f"{'an' if what[0] in 'aeiou' else 'a'} {what}" if len(of) == 1 else f"{len(of)} {what}s"
+    return f"{len(of)} {what}{'s' if len(of) > 1 else ''}"
 
 
 class Tower:

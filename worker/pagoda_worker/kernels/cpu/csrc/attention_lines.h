@@ -6,6 +6,11 @@
 
 namespace PAGODA_NS {
 
+// Before the first scores of a split.
+PAGODA_INLINE void begin_scores(const View& v, int rows, AttentionScratch& s) {
+  for (int r = 0; r < rows; ++r) store(s.peaks[v.scores + r], set1(MASKED));
+}
+
 // Turns products into scores of lines [0, rows) and tokens [begin, end), masked unless every line sees all of them, and
 // updates each line's per-lane maxima.
 PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows, int begin, int end, bool seen_by_all,
@@ -122,7 +127,7 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
 
 template <typename NUMBERS, int ROWS>
 static void split_scores(const AttentionArgs& a, const View& v, AttentionScratch& s) {
-  for (int r = 0; r < ROWS; ++r) store(s.peaks[v.scores + r], set1(MASKED));
+  begin_scores(v, ROWS, s);
   int t = v.first;
   constexpr int GROUPS = groups_of(ROWS, 2);
   if constexpr (ROWS * 4 <= ACCUMULATORS)  // few rows need more columns for enough independent chains

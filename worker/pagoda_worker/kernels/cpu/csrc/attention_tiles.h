@@ -131,7 +131,7 @@ static void values_by_tiles(const AttentionArgs& a, const View& v, int rows, int
 
 // See weigh_tile.
 static void weigh_by_tiles(const AttentionArgs& a, const View& v, int rows, const Part* part, AttentionScratch& s) {
-  for (int r = 0; r < rows; ++r) store(s.peaks[r], set1(MASKED));
+  begin_scores(v, rows, s);
   int t = v.first;
   for (; t + 32 < v.last; t += 64) score_by_tiles<4>(a, v, rows, t, s);
   for (; t < v.last; t += 32) score_by_tiles<2>(a, v, rows, t, s);

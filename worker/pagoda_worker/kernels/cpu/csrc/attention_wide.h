@@ -57,9 +57,7 @@ static void wide_values(const AttentionArgs& a, const View& v, int dim, const Pa
 template <typename EACH>
 PAGODA_INLINE void attend_wide(const AttentionArgs& a, int from, int first, int last, const Part* part, AttentionScratch& s,
                                EACH&& each) {
-  each([&](const View& v, int rows) {
-    for (int r = 0; r < rows; ++r) store(s.peaks[v.scores + r], set1(MASKED));
-  });
+  each([&](const View& v, int rows) { begin_scores(v, rows, s); });
   for (int g = first; g < last; ++g) {
     widen_fetching(s.keys.words[g], s.keys.ahead[g], 16, a.kv.dim / 2, s.wide.words);
     each([&](const View& v, int rows) {

@@ -220,25 +220,34 @@ PAGODA_INLINE void group_sums(Rows<ROWS> a, const uint8_t* words, int group, Ahe
   }
 }
 
+// The zero points of a group with this head, for 16 columns from c on; undefined if the form has none.
+template <typename FORM>
+PAGODA_INLINE zero_points zeros_at(const uint8_t* head, int c) {
+  zero_points z;
+  if constexpr (FORM::ZEROS) z = load_zeros(head + FORM::SCALE_BYTES + c);
+  return z;
+}
+
+// Weights s and s + 4 of each lane's nibbles.
+template <typename FORM>
+PAGODA_INLINE weight_pairs weights_of(quads w, int s, zero_points z) {
+  if constexpr (FORM::ZEROS) return pair_of(w, s, z);
+  else if constexpr (FORM::FLOATS) return floats_of(w, s);
+  else return pair_of(w, s);
+}
+
 // The same for bf16 rows: one chain in float32.
 template <int ROWS, typename FORM>
 PAGODA_INLINE void group_sums(Rows<ROWS> x, const uint8_t* head, int group, Ahead& ahead, f16 (&acc)[ROWS][2]) {
   const uint8_t* words = head + FORM::HEAD_BYTES;
-  zero_points z[2];
-  if constexpr (FORM::ZEROS)
-    for (int c = 0; c < 2; ++c) z[c] = load_zeros(head + FORM::SCALE_BYTES + 16 * c);
+  const zero_points z[2] = {zeros_at<FORM>(head, 0), zeros_at<FORM>(head, 16)};
   for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
   for (int i = 0; i < group; i += FORM::WORD, words += PANEL_ROW, x.move(FORM::WORD * sizeof(Bf16::Left))) {
     const quads w[2] = {load_quads(words), load_quads(words + 64)};
     ahead.fetch();
 #pragma GCC unroll 4
     for (int s = 0; s < 4; ++s) {
-      weight_pairs pair[2];
-      for (int c = 0; c < 2; ++c) {
-        if constexpr (FORM::ZEROS) pair[c] = pair_of(w[c], s, z[c]);
-        else if constexpr (FORM::FLOATS) pair[c] = floats_of(w[c], s);
-        else pair[c] = pair_of(w[c], s);
-      }
+      const weight_pairs pair[2] = {weights_of<FORM>(w[0], s, z[0]), weights_of<FORM>(w[1], s, z[1])};
 #pragma GCC unroll 2
       for (int pass = 0; pass < Bf16::PASSES; ++pass) {
         const Bf16::Right w0 = right(pair[0], pass), w1 = right(pair[1], pass);

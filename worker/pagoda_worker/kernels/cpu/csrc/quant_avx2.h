@@ -157,10 +157,7 @@ static void unpack(const uint8_t* head, const uint8_t* words, int inputs, uint32
         for (int row = 0; row < ROWS; ++row) store_quads(out + row * PANEL + c, every_other_byte(w, row));
       } else {
         for (int s = 0; s < 4; ++s) {
-          weight_pairs pair;
-          if constexpr (FORM::ZEROS) pair = pair_of(w, s, load_zeros(head + FORM::SCALE_BYTES + c));
-          else if constexpr (FORM::FLOATS) pair = floats_of(w, s);
-          else pair = pair_of(w, s);
+          const weight_pairs pair = weights_of<FORM>(w, s, zeros_at<FORM>(head, c));
           for (int pass = 0; pass < 2; ++pass) store((float*)out + (2 * s + pass) * PANEL + c, right(pair, pass));
         }
       }

@@ -37,17 +37,12 @@ static void unpack_nibbles(const uint8_t* words, int count, uint32_t* out) {
 template <typename FORM>
 static void unpack_pairs(const uint8_t* head, const uint8_t* words, int count, uint32_t* out) {
   for (int c = 0; c < PANEL; c += 16) {
-    zero_points z;
-    if constexpr (FORM::ZEROS) z = load_zeros(head + FORM::SCALE_BYTES + c);
+    const zero_points z = zeros_at<FORM>(head, c);
     for (int i = 0; i < count; ++i) {
       const quads w = load_quads(words + (size_t)i * PANEL_ROW + 4 * c);
       uint32_t* to = out + (size_t)4 * i * PANEL + c;
 #pragma GCC unroll 4
-      for (int s = 0; s < 4; ++s, to += PANEL) {
-        if constexpr (FORM::ZEROS) store_pairs(to, pair_of(w, s, z));
-        else if constexpr (FORM::FLOATS) store_pairs(to, floats_of(w, s));
-        else store_pairs(to, pair_of(w, s));
-      }
+      for (int s = 0; s < 4; ++s, to += PANEL) store_pairs(to, weights_of<FORM>(w, s, z));
     }
   }
 }
