@@ -25,14 +25,92 @@ static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const
   });
 }
 
-// Initialises a group's integer sums [ROWS][PANEL] with the rows' offsets.
-template <int ROWS, typename FORM>
-PAGODA_INLINE void begin_sums(const RoundedRows& in, int from, int group, int32_t* sums) {
-  const int32_t* offsets = in.offsets(from, group);
-  for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < PANEL; c += 16) store(sums + r * PANEL + c, set1(FORM::MIDDLE ? offsets[r] : 0));
+// Some inputs of a group: those from its first one on if they begin it, those up to its last one if they end it.
+struct Stretch {
+  const uint8_t* head;     // of the group
+  const float* scales;     // of the group's rows, from the first row of a tile on
+  const int32_t* offsets;
+  bool begins, ends;
+};
+
+template <typename FORM>
+PAGODA_INLINE Stretch stretch_of(const RoundedRows& rows, int from, int group, const uint8_t* head, bool begins, bool ends) {
+  if constexpr (FORM::ROUNDED) return {head, rows.scales(from, group), rows.offsets(from, group), begins, ends};
+  else return {head, nullptr, nullptr, begins, ends};
 }
+
+template <typename FORM>
+PAGODA_INLINE f16 add_group(f16 total, ints sum, const Stretch& its, int row, f16 scale, int column) {
+  return add_group<FORM>(total, sum, its.scales[row], its.offsets[row], its.head, scale, column);
+}
+template <typename FORM>
+PAGODA_INLINE f16 add_group(f16 total, f16 sum, const Stretch&, int, f16 scale, int) {
+  return fma(sum, scale, total);
+}
+
+template <typename FORM>
+PAGODA_INLINE void begin_sum(ints& sum, const Stretch& its, int row) { sum = set1(FORM::MIDDLE ? its.offsets[row] : 0); }
+template <typename FORM>
+PAGODA_INLINE void begin_sum(f16& sum, const Stretch&, int) { sum = zero(); }
+
+// Multiplies these inputs of ROWS rows by `count` pair rows of words, from this column on. The sums of a group that does not
+// begin or end here are in `sums` [ROWS][PANEL]; one that ends is scaled and added to `totals` [ROWS][PANEL]. Not inlined, as
+// add_pairs.
+template <typename FORM, typename NUMBERS, int ROWS, int GROUPS, Fetch FETCH>
+static __attribute__((noinline)) void add_stretch(Rows<ROWS> x, const uint32_t* words, int count, const Stretch& its, int column,
+                                                  Ahead& ahead_, typename NUMBERS::Value* sums, float* totals) {
+  const uint32_t* const groups[2] = {words + column, words + column + 16};
+  Ahead ahead = ahead_;
+  typename NUMBERS::Sum acc[ROWS][GROUPS];
+  sums += column, totals += column;
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int g = 0; g < GROUPS; ++g) begin_sum<FORM>(acc[r][g], its, r);
+  if (!its.begins)
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+      for (int g = 0; g < GROUPS; ++g) acc[r][g] = load(sums + r * PANEL + 16 * g);
+  tile<NUMBERS>(x, groups, NUMBERS::WORD_ROWS * PANEL, count, acc, [&](int) PAGODA_INLINE_MEMBER { ahead.fetch<FETCH>(); });
+  if constexpr (FETCH != Fetch::NOTHING) ahead_ = ahead;
+  if (its.ends) {
+#pragma GCC unroll 2
+    for (int g = 0; g < GROUPS; ++g) {
+      const f16 scale = load_scales<FORM>(its.head, column + 16 * g);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        float* total = totals + r * PANEL + 16 * g;
+        store(total, add_group<FORM>(load(total), acc[r][g], its, r, scale, column + 16 * g));
+      }
+    }
+    return;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int g = 0; g < GROUPS; ++g) store(sums + r * PANEL + 16 * g, acc[r][g]);
+}
+
+// The same for all columns of a panel: at once if the registers suffice for this many rows.
+template <typename FORM, typename NUMBERS, int ROWS, Fetch FETCH>
+PAGODA_INLINE void add_stretch(Rows<ROWS> x, const uint32_t* words, int count, const Stretch& its, Ahead& ahead,
+                               typename NUMBERS::Value* sums, float* totals) {
+  constexpr int GROUPS = groups_of(ROWS, 2);
+  for (int column = 0; column < PANEL; column += 16 * GROUPS)
+    add_stretch<FORM, NUMBERS, ROWS, GROUPS, FETCH>(x, words, count, its, column, ahead, sums, totals);
+}
+
 // --- packed words -----------------------------------------------------------------------------------------------------------
+
+// add_stretch, prefetching as `ahead.how` says.
+template <typename FORM, typename NUMBERS, int ROWS>
+PAGODA_INLINE void add_words(Rows<ROWS> x, const uint32_t* words, int count, const Stretch& its, Ahead& ahead,
+                             typename NUMBERS::Value* sums, float* totals) {
+  if (ahead.how == Fetch::PAST) add_stretch<FORM, NUMBERS, ROWS, Fetch::PAST>(x, words, count, its, ahead, sums, totals);
+  else if (ahead.how == Fetch::TWICE) add_stretch<FORM, NUMBERS, ROWS, Fetch::TWICE>(x, words, count, its, ahead, sums, totals);
+  else add_stretch<FORM, NUMBERS, ROWS, Fetch::NEAR>(x, words, count, its, ahead, sums, totals);
+}
 
 // Adds the products of one group of ROWS rows and the words of a panel to `sums` [ROWS][PANEL].
 template <int ROWS>
@@ -62,13 +140,23 @@ static __attribute__((noinline)) void add_nibbles(Rows<ROWS> x, const uint32_t* 
   ahead_ = ahead;
 }
 
-// The same for words of NUMBERS.
-template <typename NUMBERS, int ROWS>
-PAGODA_INLINE void add_turns(const uint8_t* levels, size_t stride, const uint32_t* words, int count, Ahead& ahead, int32_t* sums) {
-  for (int begin = 0; begin < count; begin += TURN) {
-    const Rows<ROWS> x(levels + (size_t)begin * 2 * sizeof(typename NUMBERS::Left), stride);
-    const int turn = count - begin < TURN ? count - begin : TURN;
-    add_both<NUMBERS, ROWS>(x, words + (size_t)begin * PANEL, turn, ahead, sums);
+template <int ROWS, typename FORM>
+PAGODA_INLINE void begin_nibbles(const Stretch& its, int32_t* sums) {
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < PANEL; c += 16) {
+      ints sum;
+      begin_sum<FORM>(sum, its, r);
+      store(sums + r * PANEL + c, sum);
+    }
+}
+template <int ROWS, typename FORM>
+PAGODA_INLINE void end_nibbles(const Stretch& its, const int32_t* sums, float* totals) {
+  for (int c = 0; c < PANEL; c += 16) {
+    const f16 scale = load_scales<FORM>(its.head, c);
+    for (int r = 0; r < ROWS; ++r) {
+      float* total = totals + r * PANEL + c;
+      store(total, add_group<FORM>(load(total), load(sums + r * PANEL + c), its, r, scale, c));
+    }
   }
 }
 
@@ -78,49 +166,47 @@ constexpr bool NIBBLES_IN_TURNS = true;
 constexpr bool NIBBLES_IN_TURNS = false;
 typedef Nibbles NibbleBytes;
 #endif
-
-template <int ROWS, typename FORM>
-PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_t* words, int group, Ahead& ahead, int32_t* sums) {
-  if constexpr (FORM::BITS == 8) add_turns<Bytes, ROWS>(levels, stride, words, group / FORM::WORD, ahead, sums);
-  else if constexpr (NIBBLES_IN_TURNS) add_turns<NibbleBytes, ROWS>(levels, stride, words, group / FORM::WORD, ahead, sums);
-  else add_nibbles(Rows<ROWS>(levels, stride), words, group, ahead, sums);
-}
-
-// totals [rows][PANEL] += a group's sums, scaled. If the middle level is zero, the sums include the rows' offsets.
 template <typename FORM>
-PAGODA_INLINE void add_scaled(const RoundedRows& in, int from, int rows, int group, const uint8_t* head,
-                              const int32_t* sums, float* totals) {
-  const float* scales = in.scales(from, group);
-  const int32_t* offsets = in.offsets(from, group);
-  for (int c = 0; c < PANEL; c += 16) {
-    const f16 scale = load_scales<FORM>(head, c);
-    for (int r = 0; r < rows; ++r) {
-      float* total = totals + r * PANEL + c;
-      store(total, add_group<FORM>(load(total), load(sums + r * PANEL + c), scales[r], offsets[r], head, scale, c));
+constexpr bool IN_TURNS = FORM::BITS == 8 || NIBBLES_IN_TURNS;
+
+// One group, whose words begin behind `head`, added to the totals of ROWS rows from `from` on.
+template <int ROWS, typename FORM>
+PAGODA_INLINE void word_group(const RoundedRows& rows, int from, int group, int g, const uint8_t* head, Ahead& ahead,
+                              float* totals) {
+  alignas(64) int32_t sums[ROWS * PANEL];
+  const uint32_t* words = (const uint32_t*)(head + FORM::HEAD_BYTES);
+  const uint8_t* levels = rows.levels(from) + (size_t)g * group * sizeof(Rounded<FORM>);
+  ahead.skip(FORM::HEAD_BYTES);
+  if constexpr (IN_TURNS<FORM>) {
+    typedef typename std::conditional<FORM::BITS == 8, Bytes, NibbleBytes>::type NUMBERS;
+    const int count = group / FORM::WORD;
+    for (int begin = 0, turn; begin < count; begin += turn) {
+      turn = count - begin < TURN ? count - begin : TURN;
+      const Rows<ROWS> x(levels + (size_t)begin * 2 * sizeof(typename NUMBERS::Left), rows.stride());
+      const Stretch its = stretch_of<FORM>(rows, from, g, head, begin == 0, begin + turn == count);
+      add_words<FORM, NUMBERS, ROWS>(x, words + (size_t)begin * PANEL, turn, its, ahead, sums, totals);
     }
+  } else {
+    const Stretch its = stretch_of<FORM>(rows, from, g, head, true, true);
+    begin_nibbles<ROWS, FORM>(its, sums);
+    add_nibbles(Rows<ROWS>(levels, rows.stride()), words, group, ahead, sums);
+    end_nibbles<ROWS, FORM>(its, sums, totals);
   }
 }
 
 template <typename FORM>
 static void word_panel(const LinearOp& op, const RoundedRows& rows, int first, int last, const uint8_t* panel, int column) {
   const int group = op.form.group, segment_groups = op.k / group / op.segments;
-  const bool in_turns = FORM::BITS == 8 || NIBBLES_IN_TURNS;
-  const int turns = in_turns ? 2 / groups_of(last - first < MAX_ROWS ? last - first : MAX_ROWS, 2) : 1;
+  const int turns = IN_TURNS<FORM> ? 2 / groups_of(last - first < MAX_ROWS ? last - first : MAX_ROWS, 2) : 1;
   Ahead ahead(panel, quant_panel_bytes(op.form, op.k), last - first, MAX_ROWS, turns);
   in_tiles(first, last, [&](auto count, int from) {
     constexpr int ROWS = decltype(count)::value;
-    alignas(64) int32_t sums[ROWS * PANEL];
     SegmentSums<ROWS> totals;
     const uint8_t* at = panel;
     for (int segment = 0, g = 0; segment < op.segments; ++segment) {
       totals.start(segment, 0, ROWS);
-      for (const int end = g + segment_groups; g < end; ++g, at += group_bytes<FORM>(group)) {
-        ahead.skip(FORM::HEAD_BYTES);
-        begin_sums<ROWS, FORM>(rows, from, g, sums);
-        const uint8_t* levels = rows.levels(from) + (size_t)g * group * sizeof(Rounded<FORM>);
-        add_words<ROWS, FORM>(levels, rows.stride(), (const uint32_t*)(at + FORM::HEAD_BYTES), group, ahead, sums);
-        add_scaled<FORM>(rows, from, ROWS, g, at, sums, totals.of(segment, 0));
-      }
+      for (const int end = g + segment_groups; g < end; ++g, at += group_bytes<FORM>(group))
+        word_group<ROWS, FORM>(rows, from, group, g, at, ahead, totals.of(segment, 0));
       totals.end(segment, 0, ROWS);
     }
     finish_rows(totals.total(0), ROWS, from, column, op);
@@ -165,26 +251,6 @@ static void unpack(const uint8_t* head, const uint8_t* words, int inputs, uint32
   }
 }
 
-// Adds a group's sums [ROWS][PANEL], of rows from `from` on, to their totals.
-template <int ROWS, typename FORM>
-PAGODA_INLINE void add_scaled(const Inputs& in, int from, int group, const uint8_t* head, const int32_t* sums, float* totals) {
-  add_scaled<FORM>(in.rounded, from, ROWS, group, head, sums, totals);
-}
-template <int ROWS, typename FORM>
-PAGODA_INLINE void add_scaled(const Inputs&, int, int, const uint8_t* head, const float* sums, float* totals) {
-  for (int c = 0; c < PANEL; c += 16) {
-    const f16 scale = load_scales<FORM>(head, c);
-    for (int r = 0; r < ROWS; ++r) {
-      float* total = totals + r * PANEL + c;
-      store(total, fma(load(sums + r * PANEL + c), scale, load(total)));
-    }
-  }
-}
-template <int ROWS, typename FORM>
-PAGODA_INLINE void begin_sums(const RoundedRows&, int, int, float* sums) {
-  memset(sums, 0, ROWS * PANEL * sizeof *sums);
-}
-
 // Inputs from `input` on of ROWS rows from `from` on, as Unpacked multiplies them.
 template <int ROWS, typename FORM>
 PAGODA_INLINE Rows<ROWS> inputs_of(const Inputs& in, int from, size_t input) {
@@ -204,11 +270,10 @@ PAGODA_INLINE void unpacked_group(const Inputs& in, int first, int last, const u
     unpack<FORM>(panel, panel + FORM::HEAD_BYTES + (size_t)begin / FORM::WORD * PANEL_ROW, inputs, words);
     in_tiles(first, last, [&](auto count, int from) {
       constexpr int ROWS = decltype(count)::value;
-      auto* to = sums[from - first];
-      if (begin == 0) begin_sums<ROWS, FORM>(in.rounded, from, g, to);
       const Rows<ROWS> x = inputs_of<ROWS, FORM>(in, from, (size_t)g * group + begin);
-      add_both<NUMBERS, ROWS, Fetch::NOTHING>(x, words, inputs / 2, nothing, to);
-      if (begin + inputs == group) add_scaled<ROWS, FORM>(in, from, g, panel, to, totals + (from - first) * PANEL);
+      const Stretch its = stretch_of<FORM>(in.rounded, from, g, panel, begin == 0, begin + inputs == group);
+      add_stretch<FORM, NUMBERS, ROWS, Fetch::NOTHING>(x, words, inputs / 2, its, nothing, sums[from - first],
+                                                    totals + (from - first) * PANEL);
     });
   }
 }
