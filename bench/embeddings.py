@@ -46,6 +46,7 @@ VOCAB = 30_522
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 BATCHES = (16, 64)  # batch sizes of the other sides
 LEAST_TEXTS = 200
+SETTLE_S, MOST_BUSY = 0.05, 0.1
 Vectors = Callable[[list[str]], Any]
 
 
@@ -217,11 +218,21 @@ def measured(found: dict[str, Vectors], texts: list[str], rounds: int) -> dict[s
     rates: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            settle()
             begin = time.perf_counter()
             found[name](texts)
             if turn:
                 rates[name].append(len(texts) / (time.perf_counter() - begin))
     return rates
+
+
+def settle() -> None:
+    """Wait until no thread computes: some libraries' threads spin for a while after a call, waiting for the next."""
+    busy = 1.0
+    while busy > MOST_BUSY:
+        before = time.process_time()
+        time.sleep(SETTLE_S)
+        busy = (time.process_time() - before) / SETTLE_S
 
 
 def show(shape: str, tokens: int, rates: dict[str, list[float]]) -> dict[str, Any]:

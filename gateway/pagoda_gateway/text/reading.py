@@ -238,7 +238,8 @@ def encode(
     `keep` is the most tokens: texts are cut at their ends, with `left` at their beginnings, the longer one of a pair
     first; special tokens stay.
     """
-    parts = [tokenizer.encode(text, add_special_tokens=False) for text in (first, second) if text is not None]
+    texts = [first] if second is None else [first, second]
+    parts = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     if keep is not None:
         room = max(0, keep - (tokenizer.num_special_tokens_to_add(second is not None) if special else 0))
         for part, length in zip(parts, _lengths([len(part.ids) for part in parts], room), strict=True):
@@ -264,7 +265,8 @@ def templated(
 ) -> Tokens:
     """Tokens of instruction, query and document in `template`; special tokens spelled out in them are plain text. With
     `keep`, the document is cut at its end."""
-    before, after = (tokenizer.encode(part, add_special_tokens=False).ids for part in (template.before, template.after))
+    around = tokenizer.encode_batch_fast([template.before, template.after], add_special_tokens=False)
+    before, after = (part.ids for part in around)
     instruction, query, document = texts
     pair = template.pair.format(instruction=instruction, query=query, document=document)
     middle = special.encode(special.marked(pair))

@@ -23,7 +23,7 @@ from pagoda_worker.kernels.quantized import Format, QuantizedWeight, around_the_
 
 # Increment this, here and in csrc/pagoda.cpp, when a function or struct of the library changes: a library of another
 # build is then refused. For changes of result bits, increment `numerics.NUMERICS_VERSION` instead.
-ABI = 18
+ABI = 19
 LEVELS = tuple(level.name for level in build.LEVELS)
 PANEL = 32  # columns of a packed panel
 MIDDLE_ZERO, ZEROS, FLOAT_LEVELS, MINIMA = range(4)  # `QuantForm.levels`

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -291,15 +292,17 @@ class NativeOps:
     ) -> Tensor:
         head_dim, num_kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
         num_heads = qkv.shape[1] // head_dim - kv.shape.planes * num_kv_heads
-        q = self._tape.buffer(qkv.shape[0], num_heads * head_dim, torch.bfloat16)
         weight, eps, whole = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.whole)
         cos, sin = tables
+        changed = not (cos is None and weight is None)
+        q = self._tape.buffer(qkv.shape[0], num_heads * head_dim, torch.bfloat16) if changed else None
         operation = RopeKv(
             qkv=qkv, q=q, kv=self._layer(kv, layer), cos=cos, sin=sin, norm=weight, heads=num_heads, eps=eps,
             whole=int(whole),
         )  # fmt: skip
         self._tape.take(operation, num_tokens=qkv.shape[0], positions=positions, kv_indices=kv_indices)
-        return q.view(len(q), num_heads, head_dim)
+        queries = qkv[:, : num_heads * head_dim] if q is None else q
+        return queries.view(len(queries), num_heads, head_dim)
 
     def _layer(self, kv: NativeKVCache, layer: int) -> LayerCache:
         return kv.layer(layer, kv.shape.table if self._tape.all_tables else 0)
@@ -307,8 +310,8 @@ class NativeOps:
     def plan(self, batch: Batch, kv: NativeKVCache) -> NativePlan:
         return NativePlan(
             batch.block_tables.contiguous(),
-            torch.tensor(batch.query_starts, dtype=torch.int32),
-            torch.tensor(batch.context_lens, dtype=torch.int32),
+            torch.from_numpy(np.array(batch.query_starts, np.int32)),
+            torch.from_numpy(np.array(batch.context_lens, np.int32)),
         )
 
     def attend(  # noqa: PLR0913 - see Ops.attend
@@ -321,13 +324,13 @@ class NativeOps:
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        query = query.contiguous()
+        query = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
         out = self._tape.buffer(query.shape[0], shape.num_heads * shape.head_dim, torch.bfloat16)
         operation = Attention(
             q=query, out=out, kv=self._layer(kv, layer), sinks=sinks, heads=shape.num_heads, window=shape.window or 0,
             scale=shape.scale, softcap=shape.softcap or 0.0, bias=self._padded(bias),
             stride=0 if bias is None else bias.shape[1] + BIAS_MARGIN, zero=0 if bias is None else bias.shape[1] // 2,
-            causal=int(shape.causal),
+            causal=int(shape.causal), q_stride=query.stride(0),
         )  # fmt: skip
         num_rows, max_blocks = plan.block_tables.shape
         self._tape.take(

@@ -83,7 +83,7 @@ class LayerCache(NamedTuple):
 
 class RopeKv(NamedTuple):
     qkv: Tensor
-    q: Tensor
+    q: Tensor | None
     kv: LayerCache
     cos: Tensor | None
     sin: Tensor | None
@@ -110,7 +110,7 @@ class Attention(NamedTuple):
     stride: int = 0
     zero: int = 0
     causal: int = 1
-    unused: int = 0
+    q_stride: int = 0
 
 
 class LayerNorm(NamedTuple):

@@ -116,6 +116,7 @@ class Program:
         self._plan = plan
         memory = tape.laid_out(results)
         self._results = [memory[_storage(result)] for result in results]
+        self._shown: tuple[torch.Tensor, ...] = ()
         self._kept = (tape.stages, memory, owner)
         self._ops = program_of(tape.stages, lambda one: (memory[_storage(one)] if _is_buffer(one) else one).data_ptr())
 
@@ -132,4 +133,6 @@ class Program:
             **plan,
         )
         self._library.run(self._ops, step)
-        return tuple(result[: batch.num_tokens] for result in self._results)
+        if not self._shown or len(self._shown[0]) != batch.num_tokens:  # decoding steps in a row have the same length
+            self._shown = tuple(result[: batch.num_tokens] for result in self._results)
+        return self._shown

@@ -217,7 +217,7 @@ static void run(const Step& s, const Work& work, int first, int last) {
     case LINEAR: run_linear(s, work, first, last); break;
     case ROPE_KV: run_rope(op, s, first, last); break;
     case ATTENTION: run_attention(op, s, work, first, last); break;
-    case LAYER_NORM: for (int t = first; t < last; ++t) layer_norm_row(op.layer_norm, t); break;
+    case LAYER_NORM: layer_norm_rows(op.layer_norm, first, last); break;
     case ADD: for (int t = first; t < last; ++t) add_row(op.add, t, op.add.by_position ? (size_t)s.positions[t] : t); break;
     case ROUTE: for (int t = first; t < last; ++t) route_row(op.route, t); break;
     case SORT: sort_tokens(op.sort, s.num_tokens); break;

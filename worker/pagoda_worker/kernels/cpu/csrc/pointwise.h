@@ -210,16 +210,24 @@ static void turn_head(const RopeArgs& a, int token, int head, const uint16_t* x,
 // The keys of 16 tokens that are neighbours in the cache.
 static void write_keys(const RopeArgs& a, int token, int head) {
   alignas(64) uint32_t turned[16][MAX_DIM / 2];
-  for (int i = 0; i < 16; ++i) turn_head(a, token + i, head, head_input(a, token + i, head), (uint16_t*)turned[i]);
   const int words = a.kv.dim / 2;
   uint32_t* k = (uint32_t*)a.kv.keys + place(a, token, head - a.heads) * words;
-  for (int d = 0; d < words; d += 16) transpose(&turned[0][d], MAX_DIM / 2, words - d, k + (size_t)d * 16);
+  const uint32_t* x = turned[0];
+  size_t stride = MAX_DIM / 2;
+  if (a.q || !a.kv.values) {
+    for (int i = 0; i < 16; ++i) turn_head(a, token + i, head, head_input(a, token + i, head), (uint16_t*)turned[i]);
+  } else {  // unchanged, and followed by values, so that lines can be read whole
+    x = (const uint32_t*)head_input(a, token, head);
+    stride = (size_t)all_heads(a) * words;
+  }
+  for (int d = 0; d < words; d += 16) transpose(x + d, stride, words - d, k + (size_t)d * 16);
 }
 #endif
 
 // Processes one head of a token: query, key or value heads, in this order. `whole`: the inverse rms of all query heads and
 // that of all key heads, if these are normed together.
 static void rope_head(const RopeArgs& a, int token, int head, const float* whole = nullptr) {
+  if (!a.q && head < a.heads) return;
   const size_t dim = (size_t)a.kv.dim;
   uint16_t made[MAX_DIM], turned[MAX_DIM];
   const uint16_t* x = !a.latent ? head_input(a, token, head)
@@ -242,6 +250,7 @@ PAGODA_INLINE bool side_by_side(const RopeArgs& a, int token, int count) {
 // Processes a head of tokens [from, to). Tokens that are neighbours in the cache share its words, so their keys or values
 // are written together instead of word by word.
 static void rope_heads(const RopeArgs& a, int from, int to, int head) {
+  if (!a.q && head < a.heads) return;
   const int value = head - a.heads - a.kv.heads;
   const bool together = !a.latent && !a.kv.k_scales;
   for (int t = from; t < to;) {

@@ -97,7 +97,7 @@ struct LayerCache {
 
 struct RopeKvOp {
   const uint16_t* qkv;  // [tokens, (heads + 2 kv.heads) * dim]; without values if keys are also the values
-  uint16_t* q;          // [tokens, heads, dim]
+  uint16_t* q;          // [tokens, heads, dim]; null if heads are neither normed nor rotated: queries are read where they are
   LayerCache kv;
   const float* cos;     // [positions, dim / 2], or null: no rotation
   const float* sin;
@@ -113,7 +113,7 @@ struct RopeKvOp {
 };
 
 struct AttentionOp {
-  const uint16_t* q;     // [tokens, heads, dim]
+  const uint16_t* q;     // [tokens, heads, dim], a token every `q_stride` elements (0: contiguous)
   uint16_t* out;         // [tokens, heads * dim]
   LayerCache kv;
   const float* sinks;    // [heads] or null
@@ -122,7 +122,8 @@ struct AttentionOp {
   const float* bias;      // [heads, stride], added to scores, indexed by key - query position + `zero`; or null. Read up to
                           // 64 entries beyond the last key. Needs as many kv heads as heads
   int32_t stride, zero;
-  int32_t causal, unused;  // 0: tokens also see later tokens, as far ahead as back
+  int32_t causal;  // 0: tokens also see later tokens, as far ahead as back
+  int32_t q_stride;
 };
 
 struct LayerNormOp {

@@ -67,7 +67,6 @@ PAGODA_INLINE __m256i to_bf16(f16 a) {  // to nearest, ties to even; NaN stays N
   r = _mm512_mask_blend_epi32(nan, r, _mm512_set1_epi32(0x7fc00000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
 }
-PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) { _mm256_storeu_si256((__m256i*)p, to_bf16(a)); }
 PAGODA_INLINE pairs load_pairs(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
 PAGODA_INLINE void store_pairs(uint32_t* p, pairs a) { _mm512_storeu_si512(p, a.v); }
 #if PAGODA_LEVEL >= 3  // AVX-512 BF16
@@ -76,11 +75,18 @@ PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) {
   const __m256bh bits = _mm512_cvtneps_pbh(a.v);
   memcpy(p, &bits, 32);
 }
+PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) {
+  constexpr int QUIET_NAN = 1, SUBNORMAL = 32, SIGNALING_NAN = 128;  // what the instruction rounds differently
+  if (__builtin_expect(_mm512_fpclass_ps_mask(a.v, QUIET_NAN | SUBNORMAL | SIGNALING_NAN), 0))
+    _mm256_storeu_si256((__m256i*)p, to_bf16(a));
+  else store_bf16_normal(p, a);
+}
 PAGODA_INLINE f16 rounded(f16 a) {
   const __m256i bits = (__m256i)_mm512_cvtneps_pbh(a.v);
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
 }
 #else
+PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) { _mm256_storeu_si256((__m256i*)p, to_bf16(a)); }
 PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) { store_bf16(p, a); }
 PAGODA_INLINE f16 odd(pairs a) { return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32((int)0xffff0000)))}; }
 PAGODA_INLINE f16 even(pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }

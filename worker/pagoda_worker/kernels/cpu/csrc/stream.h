@@ -10,28 +10,41 @@ namespace PAGODA_NS {
 
 // y = (x - mean) / deviation * weight + bias; with a residual, x + residual takes the place of x and is stored as the new
 // residual. The mean is subtracted before squares are summed, so that a large mean costs no precision.
-static void layer_norm_row(const LayerNormOp& op, size_t row) {
+// Of N rows at once, because the chains of one alone leave the arithmetic idle.
+template <int N>
+static void layer_norm_rows(const LayerNormOp& op, size_t row) {
   const int dim = op.dim;
   const uint16_t* x = op.x + row * dim;
   if (op.residual) {
     uint16_t* residual = op.residual + row * dim;
-    for (int d = 0; d < dim; d += 16) store_bf16(residual + d, load_bf16(x + d) + load_bf16(residual + d));
+    for (int d = 0; d < N * dim; d += 16) store_bf16(residual + d, load_bf16(x + d) + load_bf16(residual + d));
     x = residual;
   }
-  f16 total = zero();
-  for (int d = 0; d < dim; d += 16) total = total + load_bf16(x + d);
-  const f16 mean = set1(sum(total) / (float)dim);
-  f16 squares = zero();
-  for (int d = 0; d < dim; d += 16) {
-    const f16 v = load_bf16(x + d) - mean;
-    squares = fma(v, v, squares);
-  }
-  const f16 inverse = set1(1.0f / __builtin_sqrtf(sum(squares) / (float)dim + op.eps));
+  f16 total[N], mean[N], squares[N], inverse[N];
+  for (int n = 0; n < N; ++n) total[n] = squares[n] = zero();
+  for (int d = 0; d < dim; d += 16)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) total[n] = total[n] + load_bf16(x + n * dim + d);
+  for (int n = 0; n < N; ++n) mean[n] = set1(sum(total[n]) / (float)dim);
+  for (int d = 0; d < dim; d += 16)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
+      const f16 v = load_bf16(x + n * dim + d) - mean[n];
+      squares[n] = fma(v, v, squares[n]);
+    }
+  for (int n = 0; n < N; ++n) inverse[n] = set1(1.0f / __builtin_sqrtf(sum(squares[n]) / (float)dim + op.eps));
   uint16_t* y = op.y + row * dim;
-  for (int d = 0; d < dim; d += 16) {
-    const f16 normed = (load_bf16(x + d) - mean) * inverse * load(op.weight + d);
-    store_bf16(y + d, op.bias ? normed + load(op.bias + d) : normed);
-  }
+  for (int d = 0; d < dim; d += 16)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
+      const f16 normed = (load_bf16(x + n * dim + d) - mean[n]) * inverse[n] * load(op.weight + d);
+      store_bf16(y + n * dim + d, op.bias ? normed + load(op.bias + d) : normed);
+    }
+}
+
+static void layer_norm_rows(const LayerNormOp& op, int first, int last) {
+  for (; first + 1 < last; first += 2) layer_norm_rows<2>(op, (size_t)first);
+  if (first < last) layer_norm_rows<1>(op, (size_t)first);
 }
 
 // y += line `line` of the table.
