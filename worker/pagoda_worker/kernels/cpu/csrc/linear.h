@@ -372,7 +372,7 @@ static void panel_in_turns(const LinearOp& op, const LeftRows& x, int first, int
 
 static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
 #if PAGODA_LEVEL == 1
-  if (last - first >= WIDE_ROWS) return panel_in_turns<WideBf16<PANEL>>(op, x, first, last, panel, column);
+  if (last - first >= WIDE_ROWS && widens_apart()) return panel_in_turns<WideBf16<PANEL>>(op, x, first, last, panel, column);
 #endif
   panel_in_turns<Bf16>(op, x, first, last, panel, column);
 }
