@@ -13,8 +13,9 @@ from tests.worker.kernels.backends import ops_of
 from tests.worker.kernels.closeness import assert_close
 
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import ACTIVATIONS, HeadNorm, Ops, Rotation
+from pagoda_worker.kernels.ops import ACTIVATIONS, AttentionShape, HeadNorm, Ops, Rotation
 from pagoda_worker.kernels.reference import ReferenceOps
+from pagoda_worker.rows.batch import batch_of_spans
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -45,6 +46,11 @@ def test_layer_norms(backend: tuple[Ops, torch.dtype], width: int, biased: bool)
     assert_rows_are_their_own(whole, lambda rows: ops.layer_norm(x[rows], weight, bias, 1e-5))
     normed, total = ops.add_layer_norm(x.clone(), residual.clone(), weight, bias, 1e-5)
     assert torch.equal(total, x + residual)
+    faint, odd = torch.full_like(x, 2e-39), torch.full_like(x, 1e-39)
+    odd[::3] = torch.nan
+    total = ops.add_layer_norm(faint.clone(), odd.clone(), weight, bias, 1e-5)[1]
+    assert torch.equal(total.nan_to_num(7.0), (faint + odd).nan_to_num(7.0))
+    normed, total = ops.add_layer_norm(x.clone(), residual.clone(), weight, bias, 1e-5)
     assert torch.equal(normed, ops.layer_norm(total.clone(), weight, bias, 1e-5))
 
 
@@ -82,10 +88,11 @@ def test_what_is_no_number_stays_so(backend: tuple[Ops, torch.dtype], activation
 
 @pytest.mark.parametrize("whole", [None, False, True])
 @pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dim", [16, 32, 48])
 def test_heads_that_are_normed_together_or_do_not_turn(
-    backend: tuple[Ops, torch.dtype], whole: bool | None, turned: bool
+    backend: tuple[Ops, torch.dtype], whole: bool | None, turned: bool, dim: int
 ) -> None:
-    (ops, dtype), heads, kv_heads, dim = backend, 6, 2, 32
+    (ops, dtype), heads, kv_heads = backend, 6, 2
     qkv = torch.randn(ROWS, (heads + 2 * kv_heads) * dim).to(dtype)
     angles, positions = torch.rand(64, dim // 2) * 6, torch.randint(0, 64, (ROWS,))
     places = torch.arange(ROWS)
@@ -103,3 +110,16 @@ def test_heads_that_are_normed_together_or_do_not_turn(
     assert_close(query, expected[0])
     assert_close(cells, expected[1])
     assert_rows_are_their_own(query, lambda rows: write(ops, rows, dtype)[0])
+
+
+@pytest.mark.parametrize("kv_heads", [2, 6])
+def test_queries_that_do_not_turn_are_read_where_they_are(backend: tuple[Ops, torch.dtype], kv_heads: int) -> None:
+    (ops, dtype), heads, dim = backend, 6, 32
+    qkv = torch.randn(ROWS, (heads + 2 * kv_heads) * dim).to(dtype)
+    kv = ops.new_kv_cache(KVShape(num_layers=1, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype), 3, 16)
+    query = ops.rope_write(qkv, None, None, kv, 0, torch.arange(ROWS))
+    assert torch.equal(query.flatten(1), qkv[:, : heads * dim])
+    plan = ops.plan(batch_of_spans([(0, ROWS)], torch.arange(3, dtype=torch.int32)[None]), kv)
+    shape = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
+    apart = query.clone(memory_format=torch.contiguous_format)
+    assert torch.equal(ops.attend(query, kv, 0, plan, shape), ops.attend(apart, kv, 0, plan, shape))
