@@ -5,12 +5,12 @@
     python bench/embeddings.py --accuracy MODEL             # real weights: least cosine per dtype, over texts of docs/
     python bench/embeddings.py --accuracy MODEL --judged STS.tsv    # and how each ranks pairs that people scored
 
-All sides run in this process with the same number of threads, one after the other in every round, in rotating order;
-the figures to quote are ratios within a round, of which the median is printed. If sentence-transformers is not
-installed, transformers' model with the same pooling replaces it, and the table says so. All texts have the same length,
-so nothing is padded; the others run with several dtypes and batch sizes, and the best batch size counts for each dtype.
-ONNX Runtime, which fastembed uses, takes part if `onnx` and `onnxruntime` are installed: the same model after its
-optimiser, in float32, and with int8 weights from its own dynamic quantisation.
+All sides run in this process with the same number of threads, one after the other in every round, in rotating order,
+each once the threads of the one before are idle; the figures to quote are ratios within a round, of which the median is
+printed. If sentence-transformers is not installed, transformers' model with the same pooling replaces it, and the table
+says so. All texts have the same length, so nothing is padded; the others run with several dtypes and batch sizes, and
+the best batch size counts for each dtype. ONNX Runtime, which fastembed uses, takes part if `onnx` and `onnxruntime`
+are installed: the same model after its optimiser, in float32, and with int8 weights from its own dynamic quantisation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ VOCAB = 30_522
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 BATCHES = (16, 64)  # batch sizes of the other sides
 LEAST_TEXTS = 200
-SETTLE_S, MOST_BUSY = 0.05, 0.1
+SETTLE_S = 0.05  # between two looks at the processor time taken
+MOST_BUSY = 0.1  # cores
+MOST_LOOKS = 40
 Vectors = Callable[[list[str]], Any]
 
 
@@ -227,12 +229,14 @@ def measured(found: dict[str, Vectors], texts: list[str], rounds: int) -> dict[s
 
 
 def settle() -> None:
-    """Wait until no thread computes: some libraries' threads spin for a while after a call, waiting for the next."""
-    busy = 1.0
-    while busy > MOST_BUSY:
+    """Wait until this process hardly computes: some libraries' threads spin for a while after a call, waiting for the
+    next. Raises SystemExit if they never stop."""
+    for _ in range(MOST_LOOKS):
         before = time.process_time()
         time.sleep(SETTLE_S)
-        busy = (time.process_time() - before) / SETTLE_S
+        if time.process_time() - before <= MOST_BUSY * SETTLE_S:
+            return
+    raise SystemExit(f"threads spin for more than {MOST_LOOKS * SETTLE_S:.0f} s after a call; is OMP_WAIT_POLICY set?")
 
 
 def show(shape: str, tokens: int, rates: dict[str, list[float]]) -> dict[str, Any]:

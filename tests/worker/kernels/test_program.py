@@ -34,7 +34,10 @@ class Model(NamedTuple):
     new_kv: Callable[[], list[Any]]
 
 
-def make_model(ops: NativeOps, heads: tuple[int, int, int], form: Format | None, quantized: bool) -> Model:
+def make_model(
+    ops: NativeOps, heads: tuple[int, int, int], form: Format | None, quantized: bool, turned: bool = True
+) -> Model:
+    """`turned`: heads are normed and rotated."""
     num_heads, kv_heads, dim = heads
     shape = AttentionShape(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
     kept = KVShape(num_layers=LAYERS, num_kv_heads=kv_heads, head_dim=dim, dtype=torch.bfloat16, quantized=quantized)
@@ -55,8 +58,8 @@ def make_model(ops: NativeOps, heads: tuple[int, int, int], form: Format | None,
         plan = ops.plan(batch, kv[0])
         for layer in range(LAYERS):
             x, stream = _norm_in(ops, branch, stream, norms[0])
-            rotation = Rotation(angles.cos(), angles.sin(), batch.positions)
-            query = ops.rope_write(ops.linear(x, qkv), rotation, head_norm, kv[0], layer, batch.kv_indices)
+            how = (Rotation(angles.cos(), angles.sin(), batch.positions), head_norm) if turned else (None, None)
+            query = ops.rope_write(ops.linear(x, qkv), *how, kv[0], layer, batch.kv_indices)
             branch = ops.linear(ops.attend(query, kv[0], layer, plan, shape), out)
             x, stream = _norm_in(ops, branch, stream, norms[1])
             branch = ops.linear(ops.gated_linear(x, up, "silu"), down)
@@ -90,18 +93,21 @@ def batches() -> Iterator[Batch]:
 
 
 @pytest.mark.parametrize(
-    ("heads", "form", "quantized"),
+    ("heads", "form", "quantized", "turned"),
     [
-        ("two heads in a panel", "bf16", False),
-        ("a head over panels", "bf16", True),
-        ("panels of one head", "int8", True),
-        ("a head over panels", "int4a16", False),
+        ("two heads in a panel", "bf16", False, True),
+        ("a head over panels", "bf16", True, True),
+        ("panels of one head", "int8", True, True),
+        ("a head over panels", "int4a16", False, True),
+        ("two heads in a panel", "int8", False, False),
+        ("a head over panels", "bf16", False, False),
+        ("panels of one head", "bf16", True, False),
     ],
 )
 def test_what_is_done_as_one_has_the_bits_of_operations_one_by_one(
-    ops: NativeOps, heads: str, form: str, quantized: bool
+    ops: NativeOps, heads: str, form: str, quantized: bool, turned: bool
 ) -> None:
-    model = make_model(ops, HEADS[heads], FORMS[form], quantized)
+    model = make_model(ops, HEADS[heads], FORMS[form], quantized, turned)
     ours, theirs = model.new_kv(), model.new_kv()
     recorded = ops.record(model.forward, ours, 300)
     for batch in batches():

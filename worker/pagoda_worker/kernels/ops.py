@@ -284,7 +284,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """Norm and rotate (if given) the query and key heads of qkv [T, (Hq + 2 Hkv) D]; write K and V to the cache.
 
-        `qkv` has no V if the cache has one plane. Returns the query heads [T, Hq, D]. `qkv` may be overwritten.
+        `qkv` has no V if the cache has one plane. Returns the query heads [T, Hq, D], which may be a view of `qkv`;
+        `qkv` may be overwritten.
         """
 
     def latent_write(  # noqa: PLR0913 - the operands of one kernel

@@ -294,7 +294,7 @@ class NativeOps:
         num_heads = qkv.shape[1] // head_dim - kv.shape.planes * num_kv_heads
         weight, eps, whole = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.whole)
         cos, sin = tables
-        changed = not (cos is None and weight is None)
+        changed = cos is not None or weight is not None
         q = self._tape.buffer(qkv.shape[0], num_heads * head_dim, torch.bfloat16) if changed else None
         operation = RopeKv(
             qkv=qkv, q=q, kv=self._layer(kv, layer), cos=cos, sin=sin, norm=weight, heads=num_heads, eps=eps,
@@ -324,7 +324,8 @@ class NativeOps:
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        query = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
+        if query.stride(0) < query[0].numel() or query.stride()[1:] != (query.shape[2], 1):
+            query = query.contiguous()
         out = self._tape.buffer(query.shape[0], shape.num_heads * shape.head_dim, torch.bfloat16)
         operation = Attention(
             q=query, out=out, kv=self._layer(kv, layer), sinks=sinks, heads=shape.num_heads, window=shape.window or 0,

@@ -1,7 +1,8 @@
 """The operations of the kernel library, with named operands.
 
 Each class mirrors a struct of csrc/program.h field by field; the operands are documented there. No other module depends
-on the order of fields. Tensors are contiguous and become addresses, so they must outlive the programs made from them.
+on the order of fields. Tensors are contiguous, except for the queries of attention, and become addresses, so they must
+outlive the programs made from them.
 """
 
 from __future__ import annotations

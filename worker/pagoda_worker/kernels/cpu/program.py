@@ -8,7 +8,7 @@ described only once. What changes from step to step (tokens, positions, block ta
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeGuard
 
 import torch
@@ -84,9 +84,14 @@ class Recording:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """The same for a buffer and its views, all of which begin where the buffer does."""
+    """The same for a buffer and its views."""
     storage: int = tensor.untyped_storage()._cdata
     return storage
+
+
+def _address(view: torch.Tensor, memory: Mapping[int, torch.Tensor]) -> int:
+    """Of a buffer, or of a view of it."""
+    return memory[_storage(view)].data_ptr() + int(view.storage_offset()) * view.element_size()
 
 
 def _is_buffer(operand: object) -> TypeGuard[torch.Tensor]:
@@ -116,9 +121,9 @@ class Program:
         self._plan = plan
         memory = tape.laid_out(results)
         self._results = [memory[_storage(result)] for result in results]
-        self._shown: tuple[torch.Tensor, ...] = ()
+        self._shown = tuple(self._results)
         self._kept = (tape.stages, memory, owner)
-        self._ops = program_of(tape.stages, lambda one: (memory[_storage(one)] if _is_buffer(one) else one).data_ptr())
+        self._ops = program_of(tape.stages, lambda one: _address(one, memory) if _is_buffer(one) else one.data_ptr())
 
     def run(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Results [T, ..] for the batch; valid until the next run."""
@@ -133,6 +138,6 @@ class Program:
             **plan,
         )
         self._library.run(self._ops, step)
-        if not self._shown or len(self._shown[0]) != batch.num_tokens:  # decoding steps in a row have the same length
+        if len(self._shown[0]) != batch.num_tokens:  # decoding steps in a row have the same length
             self._shown = tuple(result[: batch.num_tokens] for result in self._results)
         return self._shown

@@ -109,9 +109,9 @@ struct Lines {
 
   // Line i of q or out, in which tokens are `stride` elements apart; 0: contiguous.
   template <typename T>
-  PAGODA_INLINE_MEMBER T* in(T* lines, const AttentionArgs& a, int i, int stride = 0) const {
+  PAGODA_INLINE_MEMBER T* line_of(T* all, const AttentionArgs& a, int i, int stride = 0) const {
     const size_t token = (size_t)(begin + (from + i) / group), dim = (size_t)a.kv.dim;
-    return lines + token * (stride ? (size_t)stride : a.heads * dim) + (head * group + (from + i) % group) * dim;
+    return all + token * (stride ? (size_t)stride : a.heads * dim) + (head * group + (from + i) % group) * dim;
   }
 };
 
@@ -135,7 +135,7 @@ static void gather(const AttentionArgs& a, const Lines& lines, AttentionScratch&
   s.length = a.context_lens[lines.row];
   s.bias = a.bias ? a.bias + (size_t)lines.head * a.stride + a.zero : nullptr;
   for (int i = 0; i < lines.count; ++i) {
-    const uint16_t* q = lines.in(a.q, a, i, a.q_stride);
+    const uint16_t* q = lines.line_of(a.q, a, i, a.q_stride);
     if (a.kv.k_scales) s.query_scales[i] = round_query(q, s.fours.q[i], a.kv.dim);
     else for (int d = 0; d < a.kv.dim; d += 16) store_left(&s.pairs.q[i][d], load_bf16(q + d));
     s.position[i] = a.context_lens[lines.row] - length + (lines.from + i) / lines.group;
@@ -164,7 +164,7 @@ static void finish(const AttentionArgs& a, const Lines& lines, const AttentionSc
       total = total * both[0] + both[1];
     }
     f16 factor = set1(rescale / total);
-    uint16_t* out = lines.in(a.out, a, i);
+    uint16_t* out = lines.line_of(a.out, a, i);
     for (int d = 0; d < a.kv.dim; d += 16) store_bf16(out + d, load(&s.acc[i][d]) * factor);
   }
 }

@@ -214,9 +214,9 @@ static void write_keys(const RopeArgs& a, int token, int head) {
   uint32_t* k = (uint32_t*)a.kv.keys + place(a, token, head - a.heads) * words;
   const uint32_t* x = turned[0];
   size_t stride = MAX_DIM / 2;
-  if (a.q || !a.kv.values) {
+  if (a.norm || a.cos || !a.kv.values) {
     for (int i = 0; i < 16; ++i) turn_head(a, token + i, head, head_input(a, token + i, head), (uint16_t*)turned[i]);
-  } else {  // unchanged, and followed by values, so that lines can be read whole
+  } else {  // a line may reach 8 words past the last key, into the values
     x = (const uint32_t*)head_input(a, token, head);
     stride = (size_t)all_heads(a) * words;
   }
@@ -250,7 +250,6 @@ PAGODA_INLINE bool side_by_side(const RopeArgs& a, int token, int count) {
 // Processes a head of tokens [from, to). Tokens that are neighbours in the cache share its words, so their keys or values
 // are written together instead of word by word.
 static void rope_heads(const RopeArgs& a, int from, int to, int head) {
-  if (!a.q && head < a.heads) return;
   const int value = head - a.heads - a.kv.heads;
   const bool together = !a.latent && !a.kv.k_scales;
   for (int t = from; t < to;) {

@@ -97,7 +97,7 @@ struct LayerCache {
 
 struct RopeKvOp {
   const uint16_t* qkv;  // [tokens, (heads + 2 kv.heads) * dim]; without values if keys are also the values
-  uint16_t* q;          // [tokens, heads, dim]; null if heads are neither normed nor rotated: queries are read where they are
+  uint16_t* q;          // [tokens, heads, dim]; may be null if heads are neither normed nor rotated: queries stay where they are
   LayerCache kv;
   const float* cos;     // [positions, dim / 2], or null: no rotation
   const float* sin;

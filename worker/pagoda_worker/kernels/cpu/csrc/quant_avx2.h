@@ -53,7 +53,7 @@ PAGODA_INLINE void begin_sum(ints& sum, const Stretch& its, int row) { sum = set
 template <typename FORM>
 PAGODA_INLINE void begin_sum(f16& sum, const Stretch&, int) { sum = zero(); }
 
-// Multiplies these inputs of ROWS rows by `count` pair rows of words, from this column on. The sums of a group that does not
+// Multiplies these inputs of ROWS rows by `count` rows of words, from this column on. The sums of a group that does not
 // begin or end here are in `sums` [ROWS][PANEL]; one that ends is scaled and added to `totals` [ROWS][PANEL]. Not inlined, as
 // add_pairs.
 template <typename FORM, typename NUMBERS, int ROWS, int GROUPS, Fetch FETCH>
