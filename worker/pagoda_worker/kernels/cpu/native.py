@@ -324,7 +324,8 @@ class NativeOps:
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        if query.stride(0) < query[0].numel() or query.stride()[1:] != (query.shape[2], 1):
+        _, heads, dim = query.shape
+        if query.stride(0) < heads * dim or query.stride()[1:] != (dim, 1):
             query = query.contiguous()
         out = self._tape.buffer(query.shape[0], shape.num_heads * shape.head_dim, torch.bfloat16)
         operation = Attention(
