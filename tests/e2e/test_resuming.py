@@ -129,9 +129,12 @@ async def test_streams_survive_a_gateway_whose_store_is_gone_for_a_while(
 ) -> None:
     """No begun stream starts over: a client whose stream cannot be resumed yet asks again."""
     async with gateways(stack, tiers) as (urls, redis), Client(urls) as http:
-        flowing = asyncio.Event()
-        asked = asyncio.gather(*(answer(http.openai(urls[0]), request, flowing.set) for request in requests))
-        await flowing.wait()
+        flowing = [asyncio.Event() for _ in requests]
+        asked = asyncio.gather(
+            *(answer(http.openai(urls[0]), *one) for one in zip(requests, [each.set for each in flowing], strict=True))
+        )
+        # A stream that begins without a store cannot be resumed.
+        await asyncio.gather(*(one.wait() for one, request in zip(flowing, requests, strict=True) if request["stream"]))
         if fault == "dies":
             await redis.kill()
         else:
