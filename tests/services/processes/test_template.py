@@ -48,6 +48,27 @@ def up(running: Running) -> tuple[psutil.Process, psutil.Process]:
     return psutil.Process(event["pid"]), psutil.Process(event["parent"])
 
 
+def rests(template: psutil.Process) -> bool:
+    """Wait until it has open only its standard streams, its link and its /dev/null; False if it keeps more.
+
+    A life may be up before its template has closed what it forked it with.
+    """
+    own, deadline = [*4 * [os.devnull], "socket"], time.monotonic() + 60
+    while sorted(file.split(":")[0] for file in _files(template)) != own:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _files(template: psutil.Process) -> list[str]:
+    files = []
+    for descriptor in Path(f"/proc/{template.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # just closed
+            files.append(os.readlink(descriptor))
+    return files
+
+
 def test_every_life_is_a_fork_of_one_template() -> None:
     with supervise(one=STEADY) as running:
         first, template = up(running)
@@ -59,12 +80,10 @@ def test_every_life_is_a_fork_of_one_template() -> None:
 
 def test_a_template_opens_nothing_more_with_every_life() -> None:
     with supervise(one=STEADY) as running:
-        child, template = up(running)
-        before = template.num_fds()
-        for _ in range(4):
+        for _ in range(5):
+            child, template = up(running)
+            assert rests(template)
             child.kill()
-            child, _ = up(running)
-        assert template.num_fds() == before
 
 
 def test_a_process_list_shows_the_command_of_a_child_and_no_command_of_a_template() -> None:
@@ -91,9 +110,9 @@ def test_a_life_has_what_one_that_is_started_afresh_has() -> None:
         with supervise(how, one=STEADY) as running:
             begun.append(running.event(event="ready"))
             if how == "forked":
-                template = begun[-1]["parent"]
-                assert os.getpgid(template) == template
-                assert {os.readlink(f"/proc/{template}/fd/{number}") for number in (0, 1, 2)} == {os.devnull}
+                template = psutil.Process(begun[-1]["parent"])
+                assert os.getpgid(template.pid) == template.pid
+                assert rests(template)
     assert begun[0]["files"] == begun[1]["files"]
     assert begun[0]["told"] == begun[1]["told"] == "by its spec"
 
@@ -105,7 +124,7 @@ def test_a_supervisor_opens_nothing_more_with_every_template() -> None:
             _, template = up(running)
             counts.add(psutil.Process(running.process.pid).num_fds())
             template.kill()
-        assert len(counts) == 1
+        assert max(counts) - min(counts) <= 1  # the life's handle, which may be opened after the life is up
 
 
 def test_a_killed_template_takes_its_child_along_and_both_come_back(capfd: pytest.CaptureFixture[str]) -> None:
