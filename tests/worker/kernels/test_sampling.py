@@ -55,7 +55,7 @@ def libraries() -> Iterator[dict[int, Libraries]]:
 
 
 def run(library: Library, logits: np.ndarray, rows: Sequence[Any]) -> list[Sample | Fault]:
-    return sampling.sample(library, torch.from_numpy(logits.copy()), rows)
+    return sampling.Sampler(library).sample(torch.from_numpy(logits.copy()), rows)
 
 
 def tokens(samples: list[Sample | Fault]) -> list[int]:
@@ -124,6 +124,37 @@ cases_st = st.lists(
     min_size=1,
     max_size=12,
 )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(params_st, st.integers(0, 10**9)), min_size=1, max_size=4), st.data())
+def test_the_same_rows_are_sampled_as_if_they_were_others(
+    libraries: dict[int, Libraries], cases: list[Any], data: st.DataObject
+) -> None:
+    """In the same logits, as a recorded step has them, or in others; with other rows in between."""
+    kept, several = sampling.Sampler(libraries[1][levels()[-1]]), [row([], seed=seed, **p) for p, seed in cases]
+    buffer = torch.zeros(len(several), V)
+    for _ in range(6):
+        rows = data.draw(st.sampled_from([several, [*several], several[::-1], [*several[:-1], row([3])]]))
+        logits = some_logits(data.draw(st.sampled_from(KINDS)), buffer.numel(), data.draw(st.integers(0, 99)))
+        logits = logits.reshape(buffer.shape)
+        expected = run(kept._library, logits, rows)
+        there = buffer if data.draw(st.booleans()) else torch.empty_like(buffer)
+        assert kept.sample(there.copy_(torch.from_numpy(logits)), rows) == expected
+        for one, sample in zip(rows, expected, strict=True):
+            one.append(0 if isinstance(sample, Fault) else sample.token_id)
+
+
+def test_columns_of_wider_logits_are_sampled_each_time(libraries: dict[int, Libraries]) -> None:
+    kept, rows, wide = (
+        sampling.Sampler(libraries[1][levels()[-1]]),
+        [row(temperature=0), row(temperature=0)],
+        torch.zeros(2, 2 * V),
+    )
+    narrow = wide[:, :V]
+    for token in (3, 9):
+        wide[:, token] = float(token)
+        assert tokens(kept.sample(narrow, rows)) == [token, token]
 
 
 @settings(max_examples=120, deadline=None)
@@ -420,5 +451,5 @@ def test_vocabularies_too_large_for_whole_sums_are_sampled_by_numpy(
     monkeypatch.setattr(sampling, "MAX_VOCAB", 100)
     monkeypatch.setattr(Library, "sample", None)
     logits, r = torch.randn(1, 100), row(top_p=0.9, logprobs=1)
-    assert sampling.sample(library, logits.clone(), [r]) == sampler.sample(logits.clone(), [r])
+    assert sampling.Sampler(library).sample(logits.clone(), [r]) == sampler.sample(logits.clone(), [r])
     assert sampling.report(library, logits, [5], 2) == logprobs.report(logits, [5], 2)

@@ -41,7 +41,7 @@ class Recorded:
 
         None: it is no such step, or the back end cannot record it.
         """
-        if not len(batch.logit_indices) == batch.num_tokens <= self._max_rows:
+        if not batch.num_logits == batch.num_tokens <= self._max_rows:
             return None
         run = self._recorded("decode", batch, kv)
         if run is None:

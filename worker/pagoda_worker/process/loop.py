@@ -248,10 +248,9 @@ class StepLoop:
         while not self._departure.due(time.monotonic(), self._runner.num_rows):
             if registration.over:
                 return
-            now = time.monotonic()
-            if self._pending and (self._pending[0].done or len(self._pending) == MAX_PENDING):
+            while self._pending and (self._pending[0].done or len(self._pending) == MAX_PENDING):
                 self._answer(registration)
-                continue
+            now = time.monotonic()
             message = registration.receive(PENDING_POLL_S if self._pending else POLL_S)
             if message is not None:
                 heard_at = now

@@ -31,6 +31,9 @@ SOCKET_OPTIONS = {
     zmq.RECONNECT_IVL: 100,
     zmq.RECONNECT_IVL_MAX: 1000,
 }
+LAST, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
+"""As plain integers: arithmetic on zmq's enums costs more than sending a result."""
 NO_CONNECTION = "no connection"
 NO_HANDSHAKE = "the handshake failed: the keys do not match, one side has none, or the listener is not an engine core"
 SILENCES: dict[int, str] = {
@@ -104,7 +107,7 @@ class Wire:
 
     def reaches(self, timeout_s: float = 0.0) -> bool:
         """Whether the engine core is connected, so that a message sent now would leave."""
-        return _ready(self._socket, zmq.POLLOUT, timeout_s)
+        return _ready(self._socket, WRITABLE, timeout_s)
 
     def broke(self) -> bool:
         """Whether a connection has ended since the last call: what of it arrived is unknown, even though libzmq
@@ -119,7 +122,7 @@ class Wire:
         return self._why_silent
 
     def _look(self) -> None:
-        while _ready(self._monitor, zmq.POLLIN):
+        while _ready(self._monitor, READABLE):
             event = int.from_bytes(self._monitor.recv_multipart()[0][:2], sys.byteorder)
             self._endings += event == zmq.EVENT_DISCONNECTED
             self._why_silent = SILENCES.get(event, self._why_silent)
@@ -138,16 +141,18 @@ class Wire:
         self._sequence += 1
         try:
             frame = encode(Envelope(boot_id, self._worker_id, epoch, self._sequence, version), message)
-            self._socket.send_multipart(frame, zmq.NOBLOCK)
+            for part in frame[:-1]:
+                self._socket.send(part, MORE)
+            self._socket.send(frame[-1], LAST)
         except zmq.Again:
             return False
         return True
 
     def receive(self, timeout_s: float) -> tuple[Envelope, bytes] | None:
         """The next frame for this worker, its payload still encoded; None if none arrives in time, or if it is bad."""
-        if not _ready(self._socket, zmq.POLLIN, timeout_s):
+        if not _ready(self._socket, READABLE, timeout_s):
             return None
-        parts: Sequence[bytes] = self._socket.recv_multipart(zmq.NOBLOCK)
+        parts: Sequence[bytes] = self._socket.recv_multipart(LAST)
         try:
             envelope, payload = open_envelope(parts, self._spoken)
         except FrameError as error:

@@ -105,7 +105,17 @@ class Batch:
         """[B] int32: `context_lens` on the tokens' device. A recorded step reads this instead of the list."""
         if self.device_lengths is not None:
             return self.device_lengths
-        return torch.tensor(self.context_lens, dtype=torch.int32, device=self.token_ids.device)
+        return torch.from_numpy(np.array(self.context_lens, np.int32)).to(self.token_ids.device)
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """[B + 1] int32: `query_starts` on the host."""
+        return torch.from_numpy(np.array(self.query_starts, np.int32))
+
+    @cached_property
+    def num_logits(self) -> int:
+        """Number of tokens whose logits are wanted."""
+        return len(self.logit_indices)
 
     @property
     def num_rows(self) -> int:

@@ -40,6 +40,12 @@ class Ints:
         """The values as a view; stale after the next append."""
         return self._data[: self._size]
 
+    def __getitem__(self, place: int) -> int:
+        """The value at a place >= 0."""
+        if place >= self._size:
+            raise IndexError(place)
+        return self._data.item(place)
+
     def append(self, value: int) -> None:
         self._reserve(1)
         self._data[self._size] = value

@@ -17,7 +17,8 @@ from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.loading.model import LoadedModel
 from pagoda_worker.models.recorded import Recorded
 from pagoda_worker.rows.batch import NO_DRAFTS, Batch, build_batch
-from pagoda_worker.rows.processors import apply, processor_of
+from pagoda_worker.rows.layouts import Layouts
+from pagoda_worker.rows.processors import Processor, apply, processor_of
 from pagoda_worker.rows.rows import Ids, Row
 from pagoda_worker.rows.slots import TokenSlots, slots_of
 from pagoda_worker.sampling.device_sampler import Chosen, DeviceSampler, GreedySampler, samples_of
@@ -57,6 +58,7 @@ class Compute:
         self._ops = loaded.ops
         self._device = loaded.device
         self._block_size = config.block_size
+        self._layouts = Layouts(config.block_size)
         self._adapts = loaded.adapters.count > 0
         self._drafter = drafter or NoDrafts()
         self.caches = ((loaded, self.kv), *self._drafter.caches)
@@ -117,7 +119,7 @@ class Compute:
         if replayed is not None:
             return replayed
         if self._accelerator is None:
-            batch = build_batch(work, self._block_size, self._device, drafts)
+            batch = self._layouts.next(work, drafts)
         else:
             batch = uploaded(build_batch(work, self._block_size, HOST, drafts), self._accelerator)
             for step in earlier:
@@ -126,8 +128,7 @@ class Compute:
         if decoded is not None:
             return Computed(batch, *decoded)
         hidden = self._model.forward(batch, self.kv)
-        wanted = len(batch.logit_indices) > 0
-        logits = self._logits(hidden[batch.logit_indices], batch.logit_slots) if wanted else None
+        logits = self._logits(hidden[batch.logit_indices], batch.logit_slots) if batch.num_logits else None
         return Computed(batch, hidden, logits)
 
     def _logits(self, hidden: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
@@ -177,7 +178,8 @@ class Compute:
 
     def _sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
         """See `Ops.sample`. Logits stay on a device that can choose for these rows, though the host waits for it."""
-        failed = {i: fault for i, row in enumerate(rows) if (fault := _processed(logits[i], row)) is not None}
+        processed = [(i, row, one) for i, row in enumerate(rows) if (one := processor_of(row.params)) is not None]
+        failed = {i: fault for i, row, one in processed if (fault := _processed(logits[i], row, one)) is not None}
         chosen = self._choose(logits, rows)
         return [failed.get(i, one) for i, one in enumerate(chosen)] if failed else chosen
 
@@ -216,11 +218,8 @@ class Compute:
         return reports if len(reports) == len(targets) else NOT_A_NUMBER
 
 
-def _processed(logits: torch.Tensor, row: Row) -> Fault | None:
-    """Let the row's own logits processor, if it has one, change its logits [V]; returns the fault, if any."""
-    processor = processor_of(row.params)
-    if processor is None:
-        return None
+def _processed(logits: torch.Tensor, row: Row, processor: Processor) -> Fault | None:
+    """Let the row's own logits processor change its logits [V]; returns the fault, if any."""
     host = logits.cpu().numpy()
     problem = apply(processor, row.outputs.tolist(), host)
     if problem:

@@ -1,8 +1,9 @@
 """A step: apply the plan's changes, compute one batch, sample the rows that ask for it, and answer for every row.
 
 `launch` does everything that needs no token of this step on the host, `collect` the rest. Where an accelerator computes
-and chooses the tokens, the next step may be launched in between: it reads those tokens on the device. Elsewhere each
-launch first finishes the step before it, so a step never needs a token that does not exist yet.
+and chooses the tokens, the next step may be launched in between: it reads those tokens on the device. Where the host
+chooses them, each launch first finishes the step before it, so a step never needs a token that does not exist yet; on a
+CPU a launch does everything.
 
 Rows are independent: a fault of one row (an invalid claim, logits that are not finite) ends that row and no other. An
 exception is no row's fault: the step is lost, and the runner forgets all rows. They are recomputed from their records,
@@ -145,7 +146,7 @@ class ModelRunner:
         return self.collect(self.launch(plan))
 
     def launch(self, plan: StepPlan) -> Pending:
-        """Take a plan and start its computation; on a CPU the forward pass is over on return.
+        """Take a plan and start its computation; on a CPU the step is over on return.
 
         Earlier steps are finished first if this one cannot begin before: because the host must choose their tokens, or
         because enough steps are pending.
@@ -174,16 +175,20 @@ class ModelRunner:
         table, mover = self._table, self._mover
         chunks = self._decodes.chunks(plan)
         table.apply(plan)
-        mover.swap_out(table.swap_outs(plan))
-        mover.swap_in(table.swap_ins(plan))
-        mover.copy(table.copies(plan))
+        if plan.swap_outs or plan.swap_ins or plan.block_copies:
+            mover.swap_out(table.swap_outs(plan))
+            mover.swap_in(table.swap_ins(plan))
+            mover.copy(table.copies(plan))
         work = self._compute.arranged(table.accept(chunks))
         decoding = [chunk.row_id for chunk in chunks[: plan.decodes.count]]
         pending = Pending(step=plan.step, work=work, decoding=decoding, began=began, computing=time.perf_counter())
         earlier = [step.launched for step in self._pending if isinstance(step.launched, OnDevice)]
         pending.launched = self._compute.start(work, earlier)
         pending.errors = table.take_errors()
-        self._pending.append(pending)
+        if self._accelerator is None:  # all is computed
+            self._settle(pending)
+        else:
+            self._pending.append(pending)
         return pending
 
     def _settle_oldest(self) -> None:
@@ -192,7 +197,7 @@ class ModelRunner:
         self._or_lost(pending.step, (len(sizes), sum(sizes)), lambda: self._settle(pending))
 
     def _settle(self, pending: Pending) -> None:
-        """Make the answer of the oldest pending step."""
+        """Make the answer of a step; all before it are settled."""
         outputs = self._outputs(pending)
         lost = [RowError(row_id, ErrorCode.PROTOCOL_ERROR.value, UNKNOWN_ROW) for row_id in sorted(pending.lost)]
         failed = self._table.take_errors()

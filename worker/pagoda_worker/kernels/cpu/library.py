@@ -203,10 +203,9 @@ class Library:
         """Run a program of operations in order. One call at a time."""
         self._library.pagoda_run(self._pool, self._level, ops, len(ops), ctypes.byref(step))
 
-    def sample(self, logits: torch.Tensor, rows: int, results: int) -> None:
-        """logits [R, V] float32, contiguous, overwritten; the addresses of R `SAMPLE_ROW` and R `SAMPLE_RESULT`."""
-        shape = logits.shape
-        self._library.pagoda_sample(self._pool, self._level, logits.data_ptr(), shape[0], shape[1], rows, results)
+    def sample(self, logits: int, num_rows: int, vocab_size: int, rows: int, results: int) -> None:
+        """The addresses of logits [R, V] float32, contiguous, overwritten; of R `SAMPLE_ROW` and R `SAMPLE_RESULT`."""
+        self._library.pagoda_sample(self._pool, self._level, logits, num_rows, vocab_size, rows, results)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """weight: [n, k] bf16 -> [ceil(n / 32), k / 2, 32] int32 pairs.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -83,6 +82,7 @@ class NativeOps:
         self.library = library
         self.numerics = f"{library.level} split {ATTENTION_SPLIT} {sampling.NUMERICS}"
         self._tape = tape or Immediate(library)
+        self._sampler = sampling.Sampler(library)
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
 
     def record(
@@ -308,11 +308,7 @@ class NativeOps:
         return kv.layer(layer, kv.shape.table if self._tape.all_tables else 0)
 
     def plan(self, batch: Batch, kv: NativeKVCache) -> NativePlan:
-        return NativePlan(
-            batch.block_tables.contiguous(),
-            torch.from_numpy(np.array(batch.query_starts, np.int32)),
-            torch.from_numpy(np.array(batch.context_lens, np.int32)),
-        )
+        return NativePlan(batch.block_tables.contiguous(), batch.starts, batch.lengths)
 
     def attend(  # noqa: PLR0913 - see Ops.attend
         self,
@@ -357,7 +353,7 @@ class NativeOps:
         self.library.copy_blocks(kv.tensors, pairs)
 
     def sample(self, logits: Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
-        return sampling.sample(self.library, logits, rows)
+        return self._sampler.sample(logits, rows)
 
     def report(self, logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
         return sampling.report(self.library, logits, tokens, num_top)

@@ -121,14 +121,23 @@ class Program:
         self._plan = plan
         memory = tape.laid_out(results)
         self._results = [memory[_storage(result)] for result in results]
-        self._shown = tuple(self._results)
+        self._batch: Batch | None = None  # the last, and what was made of it
+        self._planned: dict[str, torch.Tensor] = {}
+        self._step, self._shown = lib.Step(), tuple(self._results)
         self._kept = (tape.stages, memory, owner)
         self._ops = program_of(tape.stages, lambda one: _address(one, memory) if _is_buffer(one) else one.data_ptr())
 
     def run(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Results [T, ..] for the batch; valid until the next run."""
-        plan = self._plan(batch)
-        step = lib.make_step(
+        if batch is not self._batch or batch.others:  # a plan for several tables copies them
+            self._prepare(batch)
+        self._library.run(self._ops, self._step)
+        return self._shown
+
+    def _prepare(self, batch: Batch) -> None:
+        """Point to the tensors of a batch, which may be renewed in place: see `Layouts`."""
+        self._planned = plan = self._plan(batch)
+        self._step = lib.make_step(
             num_tokens=batch.num_tokens,
             num_rows=batch.num_rows,
             max_blocks=plan["block_tables"].shape[-1],
@@ -137,7 +146,6 @@ class Program:
             slots=None if batch.slots is None else batch.slots.tensor,
             **plan,
         )
-        self._library.run(self._ops, step)
-        if len(self._shown[0]) != batch.num_tokens:  # decoding steps in a row have the same length
+        if self._batch is None or self._batch.num_tokens != batch.num_tokens:
             self._shown = tuple(result[: batch.num_tokens] for result in self._results)
-        return self._shown
+        self._batch = batch

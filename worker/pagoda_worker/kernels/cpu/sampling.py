@@ -6,7 +6,9 @@ for draws within about a millionth of the boundary between two tokens.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -28,19 +30,67 @@ NO_IDS = np.empty(0, np.int64)
 Structs = NDArray[np.void]
 
 
-def sample(library: Library, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
-    """See `Ops.sample`."""
-    if logits.shape[1] >= MAX_VOCAB:
-        return sampler.sample(logits, rows)
-    owners: list[object] = []
-    asked = np.array([(*_changes(row, logits.shape[1], owners), *_manner(row)) for row in rows], SAMPLE_ROW)
-    results = _call(library, logits, asked)
-    del owners
-    statuses, tokens = results["status"].tolist(), results["token"].tolist()
-    return [
-        FAULTS[status] or Sample(token, None if row.params.logprobs is None else _report(result, row.params.logprobs))
-        for row, status, token, result in zip(rows, statuses, tokens, results, strict=True)
-    ]
+class Sampler:
+    """Samples with `library`. Rows for which nothing but a token is wanted, and whose parameters alone decide it, are
+    usually those of the next step, too; so the call for them is kept."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._kept: _Call | None = None
+        self._rows: Sequence[RowState] = ()  # of the kept call
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
+        """See `Ops.sample`."""
+        call = self._kept
+        if call is None or call.logits() is not logits or not _same(rows, self._rows):
+            if logits.shape[1] >= MAX_VOCAB:
+                return sampler.sample(logits, rows)
+            call, self._kept = _Call(logits, rows), None
+            if call.repeatable:
+                self._kept, self._rows = call, tuple(rows)
+        else:
+            call.move_on(rows)
+        call.run(self._library)
+        return call.samples(rows)
+
+
+def _same(rows: Sequence[RowState], others: Sequence[RowState]) -> bool:
+    return len(rows) == len(others) and all(map(is_, rows, others))
+
+
+class _Call:
+    """`logits` refers to those given, weakly: a call that is kept for the next step must not keep a step's logits."""
+
+    def __init__(self, logits: torch.Tensor, rows: Sequence[RowState]) -> None:
+        self._owners: list[object] = []
+        vocab_size = logits.shape[1]
+        asked = np.array([(*_changes(row, vocab_size, self._owners), *_manner(row)) for row in rows], SAMPLE_ROW)
+        used = logits.contiguous()
+        plain = all(row.processing is None and row.params.logprobs is None for row in rows)
+        self.repeatable = plain and used is logits
+        self.logits = weakref.ref(logits)
+        self._results = _new_results(len(rows))
+        self._statuses, self._tokens = self._results["status"], self._results["token"]
+        self._positions = None if all(row.params.greedy for row in rows) else asked["position"]
+        self._arguments = used.data_ptr(), len(rows), vocab_size, asked.ctypes.data, self._results.ctypes.data
+        self._owners += [asked] if self.repeatable else [asked, used]
+
+    def move_on(self, rows: Sequence[RowState]) -> None:
+        """To the next token of the same rows, if `repeatable`."""
+        if self._positions is not None:
+            self._positions[:] = [row.num_outputs for row in rows]
+
+    def run(self, library: Library) -> None:
+        library.sample(*self._arguments)
+
+    def samples(self, rows: Sequence[RowState]) -> list[Sample | Fault]:
+        statuses, tokens = self._statuses.tolist(), self._tokens.tolist()
+        if self.repeatable:
+            return [FAULTS[status] or Sample(token, None) for status, token in zip(statuses, tokens, strict=True)]
+        return [
+            FAULTS[status] or Sample(token, None if (num := row.params.logprobs) is None else _report(result, num))
+            for row, status, token, result in zip(rows, statuses, tokens, self._results, strict=True)
+        ]
 
 
 def report(library: Library, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
@@ -49,16 +99,15 @@ def report(library: Library, logits: torch.Tensor, tokens: Sequence[int], num_to
         return logprobs.report(logits, tokens, num_top)
     asked = np.zeros(len(tokens), SAMPLE_ROW)
     asked["given"], asked["num_top"] = tokens, num_top
-    results = _call(library, logits, asked)
+    results, logits = _new_results(len(asked)), logits.contiguous()
+    library.sample(logits.data_ptr(), len(asked), logits.shape[1], asked.ctypes.data, results.ctypes.data)
     failed = np.flatnonzero(results["status"])
     return [_report(result, num_top) for result in (results[: failed[0]] if len(failed) else results)]
 
 
-def _call(library: Library, logits: torch.Tensor, asked: Structs) -> Structs:
-    logits = logits.contiguous()
-    results = np.zeros(len(asked), SAMPLE_RESULT)
+def _new_results(count: int) -> Structs:
+    results = np.zeros(count, SAMPLE_RESULT)
     results["top_ids"] = NONE
-    library.sample(logits, asked.ctypes.data, results.ctypes.data)
     return results
 
 
