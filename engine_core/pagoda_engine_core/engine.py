@@ -153,9 +153,9 @@ class EngineCore:
     def step(self, timeout_s: float = IDLE_WAIT_S) -> bool:
         """Make one pass, waiting at most `timeout_s`. False if there was nothing to do."""
         self.passed_at = now = self._clock()
-        busy = self._inbox.drain(now)
-        busy |= self._plan(now)
-        self._publish(busy or self.idle)
+        busy, waited = self._inbox.drain(now), self._router.anybody_waits
+        planned = self._plan(now)
+        self._publish(busy or waited or self.idle)
         events = self._executor.wait(max(0.0, min(timeout_s, self._router.next_after(now) - self._clock())))
         held_up_s = self._guard.tick(now := self._clock())
         if held_up_s and self._executor.concurrent:  # else that was a step; forgive before judging
@@ -165,7 +165,7 @@ class EngineCore:
             self._handle(event, self._clock())
         self._audit(now := self._clock())
         self._publish(self._expire(now) or not all(isinstance(event, StepDone) for event in events))
-        return busy or bool(events)
+        return busy or planned or bool(events)
 
     def close(self) -> None:
         """Hand all requests back and close the executor. Later submissions are rejected."""

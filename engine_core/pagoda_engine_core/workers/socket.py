@@ -35,6 +35,7 @@ SOCKET_OPTIONS = {
 REFUSED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+LOOK_EVERY_S = 0.1  # for refused handshakes, while there are none; libzmq waits for us when 500 are unread
 TOLD_EVERY_S = 60.0  # refused handshakes are logged at most this often
 WORKER_KEYS = "worker*.public"
 LAST, MORE, READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
@@ -114,6 +115,7 @@ class WorkerSocket:
             raise OSError(error.errno, f"cannot listen for workers at {config.worker_endpoint}: {error}") from error
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._refusals = Refusals(self.endpoint)
+        self._look_at = float("-inf")
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """The next frame and the route it came on; None if there is none."""
@@ -140,10 +142,14 @@ class WorkerSocket:
         any monotonic clock.
         """
         count = 0
+        if now < self._look_at:
+            return count
         while _is_readable(self._monitor):
             self._refusals.add(int.from_bytes(self._monitor.recv_multipart()[0][:2], sys.byteorder))
             count += 1
         self._refusals.tell(now)
+        if not count:
+            self._look_at = now + LOOK_EVERY_S
         return count
 
     def close(self) -> None:

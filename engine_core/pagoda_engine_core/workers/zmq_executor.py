@@ -73,6 +73,7 @@ class _Peer:
     hello: Hello
     version: int  # newest protocol version that both sides speak
     pidfd: int | None
+    routes: dict[bytes, bytes]  # by kind
     sequences: dict[bytes, int]  # last one seen, by kind of route
     sequence: int = 0  # last one sent
     steps: deque[int] = field(default_factory=deque)
@@ -250,7 +251,7 @@ class ZmqExecutor:
             self._tell_stranger(route, envelope)
             raise _DroppedError("epoch")
         kind = route[-2:]
-        if kind not in (DATA, CONTROL) or route != _route(peer.hello, kind):
+        if route != peer.routes.get(kind):
             raise _DroppedError("route")
         if envelope.worker_id != peer.hello.worker_id:
             raise _DroppedError("worker_id")
@@ -262,7 +263,7 @@ class ZmqExecutor:
 
     def _tell_stranger(self, route: bytes, envelope: Envelope) -> None:
         """Tell a life that we do not know (any more) to register again, without waiting for its lease to expire."""
-        known = any(_route(peer.hello, CONTROL) == route for peer in self._peers.values())
+        known = any(peer.routes[CONTROL] == route for peer in self._peers.values())
         if route.endswith(CONTROL) and not known:
             refused = Refused(reason="this life is over here; register anew")
             self._send_frame(route, Envelope(self._boot_id, envelope.worker_id, 0, 0, envelope.version), refused)
@@ -316,7 +317,8 @@ class ZmqExecutor:
         except ProcessLookupError:
             raise _DroppedError("process_gone") from None
         version = self._spoken.agreed(hello.spoken) or hello.protocol
-        peer = _Peer(self._registry.grant(hello), hello, version, pidfd, {DATA: sequence})
+        routes = {kind: _route(hello, kind) for kind in (DATA, CONTROL)}
+        peer = _Peer(self._registry.grant(hello), hello, version, pidfd, routes, {DATA: sequence})
         self._peers[peer.epoch] = peer
         self._liveness.join(peer.epoch, now)
         self._events.append(WorkerJoined(peer.epoch, hello))
@@ -380,7 +382,7 @@ class ZmqExecutor:
     def _send(self, peer: _Peer, kind: bytes, message: Message) -> bool:
         peer.sequence += 1
         envelope = Envelope(self._boot_id, peer.hello.worker_id, peer.epoch, peer.sequence, peer.version)
-        return self._send_frame(_route(peer.hello, kind), envelope, message)
+        return self._send_frame(peer.routes[kind], envelope, message)
 
     def _send_frame(self, route: bytes, envelope: Envelope, message: Message) -> bool:
         sent = self._socket.send(route, encode(envelope, message))
