@@ -35,7 +35,7 @@ SOCKET_OPTIONS = {
 REFUSED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-LOOK_EVERY_S = 0.1  # for refused handshakes, while there are none; libzmq waits for us when 500 are unread
+LOOK_EVERY_S = 0.1  # for refused handshakes, while there are none; libzmq can keep well over 1000 that are unread
 TOLD_EVERY_S = 60.0  # refused handshakes are logged at most this often
 WORKER_KEYS = "worker*.public"
 LAST, MORE, READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
@@ -141,9 +141,9 @@ class WorkerSocket:
         or otherwise. libzmq refuses them by itself and reports it only to a monitor socket; this logs them. `now` is
         any monotonic clock.
         """
-        count = 0
         if now < self._look_at:
-            return count
+            return 0
+        count = 0
         while _is_readable(self._monitor):
             self._refusals.add(int.from_bytes(self._monitor.recv_multipart()[0][:2], sys.byteorder))
             count += 1

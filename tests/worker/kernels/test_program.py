@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from tests.worker.fakes_model import new_row
 from tests.worker.models.harness import make_batch
 
+from pagoda_proto.steps import Chunk
 from pagoda_worker.kernels.cpu.native import NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Expert, HeadNorm, Ops, Rotation
 from pagoda_worker.kernels.quantized import Format, Weight, quantize
 from pagoda_worker.kernels.routing import Routing
-from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.batch import Batch, build_batch
+from pagoda_worker.rows.layouts import Layouts
+from pagoda_worker.rows.rows import Row
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -151,3 +156,33 @@ def test_what_one_thread_does_alone_in_turn_nobody_waits_for_in_between(ops: Nat
         (got,) = recorded(batch)
         assert ops.library.meetings - before == count, batch.query_lens
         assert torch.equal(got, forward(ops, batch, kv)[0])
+
+
+def test_a_batch_that_is_renewed_has_the_results_of_a_new_one_in_every_table(ops: NativeOps) -> None:
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+    kept = [KVShape(num_layers=1, num_kv_heads=2, head_dim=16, dtype=torch.bfloat16, table=table) for table in (0, 1)]
+    lines = torch.randn(50, 8 * 16).bfloat16()
+
+    def forward(ops: Ops, batch: Batch, kv: Any) -> tuple[torch.Tensor, ...]:
+        found = []
+        for group in kv:
+            part = batch.at(group.shape.table)
+            query = ops.rope_write(ops.embed(batch.token_ids, lines, None), None, None, group, 0, part.kv_indices)
+            found.append(ops.attend(query, group, 0, ops.plan(part, group), shape))
+        return tuple(found)
+
+    caches = [[ops.new_kv_cache(one, 20, BLOCK) for one in kept] for _ in range(2)]
+    recorded, layouts = ops.record(forward, caches[0], 300), Layouts(BLOCK)
+    tokens = np.arange(BLOCK - 2)
+    row = Row.of(new_row(1, tokens.tolist(), []), tokens, np.array([3, 5]), others=[np.array([7, 2])])
+    work = [(row, Chunk(1, 0, len(tokens), True))]
+    batches = []
+    for token in range(6):
+        batch = layouts.next(work)
+        batches.append(batch)
+        fresh = build_batch(work, BLOCK, torch.device("cpu"))
+        for got, expected in zip(recorded(batch), forward(ops, fresh, caches[1]), strict=True):
+            assert torch.equal(got, expected)
+        row.append(40 + token)
+        work = [(row, Chunk(1, len(row.tokens) - 1, 1, True))]
+    assert len({id(batch) for batch in batches}) == 3  # a prompt, decoding in one block, decoding in two

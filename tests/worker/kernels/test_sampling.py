@@ -7,7 +7,9 @@ draw lies within a few millionths of the border between them, and either side of
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -143,6 +145,14 @@ def test_the_same_rows_are_sampled_as_if_they_were_others(
         assert kept.sample(there.copy_(torch.from_numpy(logits)), rows) == expected
         for one, sample in zip(rows, expected, strict=True):
             one.append(0 if isinstance(sample, Fault) else sample.token_id)
+
+
+def test_rows_that_have_ended_are_not_kept(libraries: dict[int, Libraries]) -> None:
+    kept, rows = sampling.Sampler(libraries[1][levels()[-1]]), [row(temperature=0)]
+    kept.sample(torch.zeros(1, V), rows)
+    ended = weakref.ref(rows.pop())
+    gc.collect()
+    assert ended() is None
 
 
 def test_columns_of_wider_logits_are_sampled_each_time(libraries: dict[int, Libraries]) -> None:

@@ -11,7 +11,7 @@ from tests.worker.fakes_model import new_row
 from pagoda_proto.steps import Chunk
 from pagoda_worker.rows.batch import Batch, build_batch
 from pagoda_worker.rows.layouts import Layouts
-from pagoda_worker.rows.rows import Ints, Row
+from pagoda_worker.rows.rows import Row
 
 BLOCK = 4
 Work = list[tuple[Row, Chunk]]
@@ -50,7 +50,7 @@ def assert_same(batch: Batch, work: Work) -> None:
             assert got.block_tables[line, :used].tolist() == expected.block_tables[line, :used].tolist()
 
 
-EVENTS = ("decode", "decode", "decode", "decode", "leave", "join", "turn", "replace", "drafts", "prompt", "again")
+EVENTS = (*4 * ["decode"], "leave", "join", "turn", "replace", "drafts", "prompt", "given", "silent", "again")
 
 
 @given(st.lists(st.integers(1, 11), min_size=1, max_size=5), st.lists(st.sampled_from(EVENTS), max_size=25))
@@ -64,14 +64,19 @@ def test_whatever_comes_next_is_laid_out_as_if_it_came_first(lengths: list[int],
             rows.append(row_of(10 + number, number + 1))
         elif event == "turn":
             rows.reverse()
-        elif event == "replace":  # as the row table does
-            rows[0].blocks = Ints(rows[0].blocks.array)
-            rows[0].others[0].array[0] += 25
+        elif event == "replace":
+            rows[0].replace_block(number % 2, 0, 25 + number)
         elif event == "drafts":  # accepted ones
             grow(rows[-1], 3)
-        work = decoding(rows)
+        elif event == "given":
+            grow(rows[0], 2)
+        work, row, length = decoding(rows), rows[0], len(rows[0].tokens)
         if event == "prompt":
-            work[0] = (rows[0], Chunk(rows[0].row_id, 0, len(rows[0].tokens), True))
+            work[0] = (row, Chunk(row.row_id, 0, length, True))
+        elif event == "given" and length > 3:  # from where the step before ended
+            work[0] = (row, Chunk(row.row_id, length - 3, 3, True))
+        elif event == "silent":
+            work[0] = (row, Chunk(row.row_id, length - 1, 1, False))
         assert_same(layouts.next(work), work)
         if event != "again":
             for row in rows:

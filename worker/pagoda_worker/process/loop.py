@@ -246,10 +246,10 @@ class StepLoop:
         """
         self._next_step, heard_at = 1, time.monotonic()
         while not self._departure.due(time.monotonic(), self._runner.num_rows):
-            if registration.over:
-                return
             while self._pending and (self._pending[0].done or len(self._pending) == MAX_PENDING):
                 self._answer(registration)
+            if registration.over:
+                return
             now = time.monotonic()
             message = registration.receive(PENDING_POLL_S if self._pending else POLL_S)
             if message is not None:

@@ -147,6 +147,11 @@ class Row:
         if self.processing is not None:
             self.processing.count(token)
 
+    def replace_block(self, place: int, index: int, block: int) -> None:
+        """Change one entry of its table `place`, of which `blocks` is the first."""
+        self.blocks = Ints(self.blocks.array)  # for holders of copies of any table
+        (self.blocks, *self.others)[place].array[index] = block
+
     def promise(self) -> int:
         """Reserve an output that the host does not know yet, and return its place among the tokens."""
         self.tokens.append(0)

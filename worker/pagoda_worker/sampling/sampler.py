@@ -37,7 +37,8 @@ SLACK = 1.0 + 1e-9  # the same mass summed in another order differs by less
 
 
 class RowState(Protocol):
-    """What sampling reads of a row for the token that follows `outputs`. `rows.Row` provides it for its next token."""
+    """What sampling reads of a row for the token that follows `outputs`. `rows.Row` provides it for its next token.
+    It can be referred to weakly."""
 
     @property
     def params(self) -> SamplingParams: ...

@@ -21,7 +21,7 @@ from pagoda_proto.steps import NO_BLOCK, AppendBlocks, Chunk, KVGroup, NewRow, R
 from pagoda_worker.adapters.store import NO_ADAPTERS, Adapters
 from pagoda_worker.grammars.compiling import NO_GRAMMARS, GrammarError, Grammars
 from pagoda_worker.grammars.matching import Matcher
-from pagoda_worker.rows.rows import Ids, Ints, Row
+from pagoda_worker.rows.rows import Ids, Row
 from pagoda_worker.rows.slots import NO_ADAPTER
 
 MAX_CHOICE = 2**32 - 1
@@ -218,9 +218,8 @@ class RowTable:
         if not 0 <= replace.index < len(row.blocks):
             raise BadClaim(f"block {replace.index} cannot be replaced: the row has {len(row.blocks)}")
         block = int(_ids("block_ids", [replace.block_id], self._facts.num_blocks)[0])
-        row.blocks = Ints(row.blocks.array)
         place = next(place for place, span in enumerate(self._blocks) if block in span)
-        (row.blocks, *row.others)[place].array[replace.index] = block - self._blocks[place].start
+        row.replace_block(place, replace.index, block - self._blocks[place].start)
 
     def _tables(self, values: Sequence[int], num_computed: int = 0) -> list[Ids]:
         """The block table of each group, in the group's own numbering; see `group` in `steps`. Only blocks that a row

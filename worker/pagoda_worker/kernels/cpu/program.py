@@ -121,7 +121,7 @@ class Program:
         self._plan = plan
         memory = tape.laid_out(results)
         self._results = [memory[_storage(result)] for result in results]
-        self._batch: Batch | None = None  # the last, and what was made of it
+        self._batch: Batch | None = None  # the last, and what was made of it: `_step` has the tensors' addresses
         self._planned: dict[str, torch.Tensor] = {}
         self._step, self._shown = lib.Step(), tuple(self._results)
         self._kept = (tape.stages, memory, owner)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -37,25 +36,24 @@ class Sampler:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._kept: _Call | None = None
-        self._rows: Sequence[RowState] = ()  # of the kept call
+        self._rows: list[weakref.ref[RowState]] = []  # of the kept call; weakly, because they may end meanwhile
 
     def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
         """See `Ops.sample`."""
         call = self._kept
-        if call is None or call.logits() is not logits or not _same(rows, self._rows):
+        if call is None or call.logits() is not logits or not self._knows(rows):
             if logits.shape[1] >= MAX_VOCAB:
                 return sampler.sample(logits, rows)
             call, self._kept = _Call(logits, rows), None
             if call.repeatable:
-                self._kept, self._rows = call, tuple(rows)
+                self._kept, self._rows = call, [weakref.ref(row) for row in rows]
         else:
             call.move_on(rows)
         call.run(self._library)
         return call.samples(rows)
 
-
-def _same(rows: Sequence[RowState], others: Sequence[RowState]) -> bool:
-    return len(rows) == len(others) and all(map(is_, rows, others))
+    def _knows(self, rows: Sequence[RowState]) -> bool:
+        return all(row is one() for row, one in zip(rows, self._rows, strict=True))  # the logits are of as many
 
 
 class _Call:

@@ -7,7 +7,7 @@ back end in float64 gives the expected results; batch invariance is checked bit 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -184,7 +184,8 @@ def _cut_problem(ops: NativeOps, generator: torch.Generator, over: str, kept: KV
     return None
 
 
-class Drawn(NamedTuple):
+@dataclass(frozen=True)
+class Drawn:
     """A row to sample, implementing `sampler.RowState`."""
 
     params: SamplingParams

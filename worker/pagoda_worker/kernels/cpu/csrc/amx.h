@@ -60,7 +60,7 @@ struct TileAhead {
   PAGODA_INLINE_MEMBER void fetch() {
     for (const char* to = at + step; at < to; at += 64) {
       if (single) prefetch_twice(at);
-      else prefetch_later(at);
+      else prefetch_l2(at);
     }
   }
   // Skips bytes of the same panel that belong to no product.

@@ -35,7 +35,7 @@ static void gather_chunks(const AttentionArgs& a, int from, int first, int last,
 // cache, which has room for all of them: the arithmetic is so fast that requests to the first level, which can have few in
 // flight, would stall its own reads.
 PAGODA_INLINE void fetch_by_tiles(const AttentionArgs& a, const void* p) {
-  if (kept_once(a)) prefetch_later(p);
+  if (kept_once(a)) prefetch_l2(p);
   else prefetch_once(p);
 }
 

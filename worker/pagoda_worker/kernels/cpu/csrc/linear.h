@@ -127,12 +127,13 @@ PAGODA_INLINE void in_tiles(int first, int last, F&& f) {
   }
 }
 
-enum class Fetch : uint8_t { NOTHING, NEAR, LATER, TWICE, PAST };  // as an int in Ahead, it makes gcc spill sums at AVX2
+enum class Fetch : uint8_t { NOTHING, NEAR, L2, TWICE, PAST };  // as an int in Ahead, it makes gcc spill sums at AVX2
 
 // For one kind of weights, with how many rows at most it is worth it to bypass the caches, whose lines are gone again if the
-// arithmetic takes longer, and with how many the memory is slower than the arithmetic.
-struct FewRows {
-  int past, read;
+// arithmetic takes longer, and with how many the memory is slower than the arithmetic, so that lines go to the second-level
+// cache.
+struct MostRows {
+  int past, l2;
 };
 
 // What to prefetch while rows pass a panel. A single tile fetches the same panel, some way ahead; that data need not stay in
@@ -145,29 +146,29 @@ struct Ahead {
   bool single;
   Fetch how;
 
-  PAGODA_INLINE_MEMBER Ahead(const void* panel, size_t bytes, int rows, FewRows few = {MAX_ROWS, 0}, int most = MAX_ROWS,
-                             int turns = 1) {
-    const size_t tiles = (size_t)(rows + most - 1) / most, times = tiles * turns;
+  PAGODA_INLINE_MEMBER Ahead(const void* panel, size_t bytes, int rows, MostRows most = {MAX_ROWS, 0},
+                             int tile_rows = MAX_ROWS, int turns = 1) {
+    const size_t tiles = (size_t)(rows + tile_rows - 1) / tile_rows, times = tiles * turns;
     step = (PANEL_ROW + times - 1) / times;
     half = step / 2;
     single = tiles == 1;
-    how = rows <= few.read ? Fetch::LATER : Fetch::NEAR;
-    size_t distance = bytes;
-    if (single && turns > 1) {
-      how = past_caches() ? Fetch::PAST : Fetch::NEAR;
-      distance = TURNS_AHEAD;
-    } else if (single) {
-      if (!past_caches()) how = Fetch::TWICE;
-      else if (PAGODA_LEVEL == 1) how = Fetch::NEAR;
-      else how = rows <= few.past ? Fetch::PAST : Fetch::LATER;
-      distance = how == Fetch::TWICE || how == Fetch::LATER ? FAR_AHEAD : FETCH_AHEAD;
-    }
-    at = (const char*)panel + distance;
+    how = single ? own(rows, most, turns) : rows <= most.l2 ? Fetch::L2 : Fetch::NEAR;
+    at = (const char*)panel + (single ? own_distance(how, turns) : bytes);
+  }
+  // How a single tile fetches its own panel, and how far ahead.
+  PAGODA_INLINE Fetch own(int rows, MostRows most, int turns) {
+    if (turns > 1) return past_caches() ? Fetch::PAST : Fetch::NEAR;
+    if (!past_caches()) return Fetch::TWICE;
+    if (PAGODA_LEVEL == 1) return Fetch::NEAR;
+    return rows <= most.past ? Fetch::PAST : Fetch::L2;
+  }
+  PAGODA_INLINE size_t own_distance(Fetch how, int turns) {
+    return turns > 1 ? TURNS_AHEAD : how == Fetch::TWICE || how == Fetch::L2 ? FAR_AHEAD : FETCH_AHEAD;
   }
   PAGODA_INLINE_MEMBER void fetch() {
     if (how == Fetch::PAST) fetch<Fetch::PAST>();
     else if (how == Fetch::TWICE) fetch<Fetch::TWICE>();
-    else if (how == Fetch::LATER) fetch<Fetch::LATER>();
+    else if (how == Fetch::L2) fetch<Fetch::L2>();
     else fetch<Fetch::NEAR>();
   }
   template <Fetch FETCH>
@@ -176,9 +177,9 @@ struct Ahead {
     if constexpr (FETCH == Fetch::PAST) {
       prefetch_past(at);
       prefetch_past(at + half);
-    } else if constexpr (FETCH == Fetch::LATER) {
-      prefetch_later(at);
-      prefetch_later(at + half);
+    } else if constexpr (FETCH == Fetch::L2) {
+      prefetch_l2(at);
+      prefetch_l2(at + half);
     } else if constexpr (FETCH == Fetch::TWICE) {
       prefetch_twice(at);
       prefetch_twice(at + half);
@@ -227,7 +228,7 @@ template <typename NUMBERS, int ROWS>
 PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, Ahead& ahead, typename NUMBERS::Value* sums) {
   if (ahead.how == Fetch::PAST) add_both<NUMBERS, ROWS, Fetch::PAST>(x, panel, num_pairs, ahead, sums);
   else if (ahead.how == Fetch::TWICE) add_both<NUMBERS, ROWS, Fetch::TWICE>(x, panel, num_pairs, ahead, sums);
-  else if (ahead.how == Fetch::LATER) add_both<NUMBERS, ROWS, Fetch::LATER>(x, panel, num_pairs, ahead, sums);
+  else if (ahead.how == Fetch::L2) add_both<NUMBERS, ROWS, Fetch::L2>(x, panel, num_pairs, ahead, sums);
   else add_both<NUMBERS, ROWS, Fetch::NEAR>(x, panel, num_pairs, ahead, sums);
 }
 
@@ -237,7 +238,7 @@ constexpr int TURN = groups_of(MAX_ROWS, 2) == 2 ? 1 << 30 : 128;
 constexpr int WIDE_TURN = 64;  // the same if pair rows are widened before,
 constexpr int WIDE_ROWS = 40;  // which pays for itself with so many rows
 constexpr int BLOCK = 256;     // rows of a block at most
-constexpr FewRows FEW_BF16 = PAGODA_LEVEL >= 3 ? FewRows{8, 18} : PAGODA_LEVEL == 1 ? FewRows{0, 9} : FewRows{MAX_ROWS, 0};
+constexpr MostRows MOST_BF16 = PAGODA_LEVEL >= 3 ? MostRows{8, 18} : PAGODA_LEVEL == 1 ? MostRows{0, 9} : MostRows{MAX_ROWS, 0};
 
 #ifdef __AMX_BF16__
 constexpr int TILE_CHUNK = 12;   // products of a panel that stay in the first-level cache while all rows of a block use them
@@ -360,7 +361,7 @@ static void panel_in_turns(const LinearOp& op, const LeftRows& x, int first, int
   SegmentSums<BLOCK> sums;
   const int num_pairs = op.k / 2, segment_pairs = num_pairs / op.segments;
   const int rows = last - first, turns = 2 / groups_of(rows < MAX_ROWS ? rows : MAX_ROWS, 2);
-  Ahead ahead(panel, (size_t)num_pairs * PANEL_ROW, rows, FEW_BF16, MAX_ROWS, turns);
+  Ahead ahead(panel, (size_t)num_pairs * PANEL_ROW, rows, MOST_BF16, MAX_ROWS, turns);
   for (int begin = 0; begin < num_pairs; begin += PAIRS) {
     const int end = num_pairs - begin < PAIRS ? num_pairs : begin + PAIRS;
     const uint32_t* words = panel + (size_t)begin * PANEL;

@@ -319,11 +319,11 @@ static __attribute__((noinline)) void quant_tile(const LinearOp& op, const Input
 // Rows [first, last) through one panel, group by group, without unpacking first.
 constexpr int DIRECT_ROWS = PAGODA_LEVEL == 1 ? 2 : MAX_ROWS;
 template <typename FORM>
-constexpr FewRows FEW_ROWS = PAGODA_LEVEL >= 2 && FORM::BITS == 8 ? FewRows{3, 18} : FewRows{MAX_ROWS, 0};
+constexpr MostRows MOST_ROWS = PAGODA_LEVEL >= 2 && FORM::BITS == 8 ? MostRows{3, 18} : MostRows{MAX_ROWS, 0};
 template <typename FORM>
 static void quant_panel_directly(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel,
                                  int column) {
-  Ahead ahead(panel, quant_panel_bytes(op.form, op.k), last - first, FEW_ROWS<FORM>, DIRECT_ROWS);
+  Ahead ahead(panel, quant_panel_bytes(op.form, op.k), last - first, MOST_ROWS<FORM>, DIRECT_ROWS);
   in_tiles<DIRECT_ROWS>(first, last, [&](auto count, int from) {
     quant_tile<decltype(count)::value, FORM>(op, in, from, panel, column, ahead);
   });

@@ -198,7 +198,7 @@ template <typename FORM>
 static void word_panel(const LinearOp& op, const RoundedRows& rows, int first, int last, const uint8_t* panel, int column) {
   const int group = op.form.group, segment_groups = op.k / group / op.segments;
   const int turns = IN_TURNS<FORM> ? 2 / groups_of(last - first < MAX_ROWS ? last - first : MAX_ROWS, 2) : 1;
-  Ahead ahead(panel, quant_panel_bytes(op.form, op.k), last - first, FewRows{0, 0}, MAX_ROWS, turns);
+  Ahead ahead(panel, quant_panel_bytes(op.form, op.k), last - first, MostRows{0, 0}, MAX_ROWS, turns);
   in_tiles(first, last, [&](auto count, int from) {
     constexpr int ROWS = decltype(count)::value;
     SegmentSums<ROWS> totals;

@@ -302,7 +302,7 @@ struct WideBf16 : Bf16 {
 
 #if PAGODA_LEVEL >= 1
 PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-PAGODA_INLINE void prefetch_later(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+PAGODA_INLINE void prefetch_l2(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 PAGODA_INLINE void prefetch_past(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
 // Whether prefetches of data that is read once should bypass the caches. That makes reads several times slower on Intel's
 // processors, which read fastest into the second-level cache, because it can have more lines in flight than the first.
@@ -312,7 +312,7 @@ PAGODA_INLINE bool past_caches() { return __builtin_cpu_is("amd"); }
 PAGODA_INLINE bool widens_apart() { return !__builtin_cpu_is("amd"); }
 #else
 PAGODA_INLINE void prefetch(const void*) {}
-PAGODA_INLINE void prefetch_later(const void*) {}
+PAGODA_INLINE void prefetch_l2(const void*) {}
 PAGODA_INLINE void prefetch_past(const void*) {}
 PAGODA_INLINE bool past_caches() { return false; }
 #endif
@@ -320,7 +320,7 @@ PAGODA_INLINE bool past_caches() { return false; }
 // NEAR_AHEAD bytes ahead from there into the first.
 constexpr int FAR_AHEAD = 16384, NEAR_AHEAD = 4096;
 PAGODA_INLINE void prefetch_twice(const char* far) {
-  prefetch_later(far);
+  prefetch_l2(far);
   prefetch(far - FAR_AHEAD + NEAR_AHEAD);
 }
 // For data that is read once. Each choice would need its own loop, for which AVX2 lacks registers.
