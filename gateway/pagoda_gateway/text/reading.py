@@ -206,19 +206,6 @@ def tokens_of(  # noqa: PLR0913 - what a request may say
     return templated(tokenizer, special, own.template, (asked, *given), keep)
 
 
-def tokens_of_texts(
-    own: ReadingText, tokenizer: Tokenizer, special: SpecialTokens, texts: Sequence[str], keep: int | None
-) -> list[Tokens]:
-    """`tokens_of` each text; tokenized together, which takes less than half as long."""
-    if own.late is not None:
-        return [tokens_of(own, tokenizer, special, text, keep=keep) for text in texts]
-    found = tokenizer.encode_batch_fast(texts)
-    return [
-        Tokens(one.ids) if keep is None or len(one.ids) <= keep else encode(tokenizer, text, None, keep=keep)
-        for text, one in zip(texts, found, strict=True)
-    ]
-
-
 def _late(  # noqa: PLR0913 - as above
     late: LateText,
     tokenizer: Tokenizer,

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from pagoda.offline.local import Local, Prompt, as_list, failure
 from pagoda.processes.garbage import fewer_collections
 from pagoda_gateway.pooling.vectors import cosine, floats, of_tokens
-from pagoda_gateway.text.reading import Pair, Tokens, tokens_of, tokens_of_texts
+from pagoda_gateway.text.reading import Pair, Tokens, tokens_of
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.pooling.kinds import CLASSIFY
 from pagoda_proto.pooling.params import EMBED, TOKEN_EMBED, PoolingParams, check_pooling
@@ -158,35 +158,26 @@ class Reads:
     def _opened(
         self, given: Sequence[Prompt | Pair], params: Sequence[PoolingParams], keep: int | None
     ) -> list[ReadRequest]:
-        keep = self.local.limits.max_model_len if keep == -1 else keep
-        texts = iter(self._tokens_of_texts([prompt for prompt in given if isinstance(prompt, str)], keep))
         opened, errors = [], {}
         for index, (prompt, one) in enumerate(zip(given, params, strict=True)):
             try:
-                opened.append(self._open(next(texts) if isinstance(prompt, str) else self._tokens(prompt, keep), one))
+                opened.append(self._open(prompt, one, keep))
             except PagodaError as error:
                 errors[index] = error
         if errors:
             raise failure(errors)
         return opened
 
-    def _tokens_of_texts(self, texts: Sequence[str], keep: int | None) -> list[Tokens]:
-        text = self.local.text
-        own, name = text.reading, text.reading.default_prompt
-        given = [own.prompts[name] + one for one in texts] if name else texts
-        return tokens_of_texts(own, text.tokenizer, text.special, given, keep)
-
-    def _tokens(self, prompt: Prompt | Pair, keep: int | None) -> Tokens:
-        """Of a pair, or of what is no text. Raises InvalidParams if it is no prompt."""
-        text, local = self.local.text, self.local
-        if not isinstance(prompt, tuple):
-            return Tokens(local.read(prompt)[1])
-        room = local.limits.max_model_len
-        return tokens_of(text.reading, text.tokenizer, text.special, prompt, keep=keep, room=room)
-
-    def _open(self, tokens: Tokens, params: PoolingParams) -> ReadRequest:
+    def _open(self, prompt: Prompt | Pair, params: PoolingParams, keep: int | None) -> ReadRequest:
         """Raises PagodaError if the prompt or the parameters do not fit the model."""
-        local = self.local
+        text, local = self.local.text, self.local
+        keep = local.limits.max_model_len if keep == -1 else keep
+        if isinstance(prompt, str | tuple):
+            own, name = text.reading, text.reading.default_prompt
+            given = own.prompts[name] + prompt if name and isinstance(prompt, str) else prompt
+            tokens = tokens_of(own, text.tokenizer, text.special, given, keep=keep, room=local.limits.max_model_len)
+        else:
+            tokens = Tokens(local.read(prompt)[1])
         asked = replace(
             params,
             second_start=tokens.second_start or params.second_start,
