@@ -194,6 +194,17 @@ def test_config_validate_checks_what_only_a_tier_apart_reads(told: Told, tmp_pat
     assert f"worker_id must be text, got [1] (from {file}: worker_id)" in done.stderr
 
 
+def test_config_validate_checks_what_only_serve_can(told: Told) -> None:
+    done = told(
+        "config", "validate", "--port", "9001", "--metrics-port", "9000", "--workers", "2", "--engine-cores", "2"
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "metrics_port: engine core number 2 would take port 9001, the gateway's" in done.stderr
+    done = told("config", "validate", "--served-model-name", "m", str(Path(__file__).parent))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is read as a name: put MODEL before the flags" in done.stderr
+
+
 def test_config_show_prints_values_and_sources(told: Told, tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text("port: 77\n")

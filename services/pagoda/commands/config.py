@@ -8,6 +8,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
+from pagoda.commands import serve
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.resolving import json_schema, origins, resolve
 
@@ -44,4 +45,5 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         for tier in TIERS:
             resolve(tier, flags, complete=False)
+        serve.check(settings)
     return 0

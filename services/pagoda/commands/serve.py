@@ -8,13 +8,12 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pagoda.processes import logs
 from pagoda.processes.machine import available_cores
-from pagoda.processes.ports import take_address
+from pagoda.processes.ports import metrics_port, take_address
 from pagoda.processes.rundir import runtime_dir
 from pagoda.processes.startup import StartupView, announcement
 from pagoda.processes.supervisor import ChildSpec, Supervisor, python_command
@@ -33,8 +32,6 @@ from pagoda_worker.device_choice import device_of_worker
 
 log = logging.getLogger(__name__)
 
-LAST_PORT = 65535
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
@@ -46,10 +43,9 @@ def main(arguments: argparse.Namespace) -> int:
     settings = resolve("serve", given_flags(arguments, "serve"))
     common = settings.build(CommonConfig)
     logs.setup("supervisor", common.log_level, common.log_json)
-    given = settings.build(GatewayConfig)
-    refuse_model_among_names(given)
+    check(settings)
     with take_address(settings) as listener:
-        model_dir = checkpoints.locate(given.model, settings.build(ModelSourceConfig).revision)
+        model_dir = checkpoints.locate(settings.build(GatewayConfig).model, settings.build(ModelSourceConfig).revision)
         return _serve(settings, model_dir, listener, started)
 
 
@@ -64,6 +60,14 @@ def _serve(settings: Settings, model_dir: Path, listener: socket.socket, started
             return asyncio.run(Supervisor(tower.children(), tower).run())
         finally:
             tower.view.close()
+
+
+def check(settings: Settings) -> None:
+    """Raises ConfigError for settings that fit every tier and yet cannot be served."""
+    given = settings.build(GatewayConfig)
+    refuse_model_among_names(given)
+    for index in range(settings.build(ServeConfig).num_engine_cores):
+        metrics_port(settings.build(EngineConfig).metrics_port, index, given.port)
 
 
 def refuse_model_among_names(given: GatewayConfig) -> None:
@@ -108,16 +112,12 @@ class Tower:
 
     def _engine_config(self, directory: Path, index: int, gateway_port: int) -> EngineConfig:
         """Raises ConfigError if there is no port for its metrics."""
-        listen, workers = f"unix:{directory}/core-{index}.sock", f"ipc://{directory}/work-{index}.sock"
-        build = partial(self._settings.build, EngineConfig, listen=listen, worker_endpoint=workers)
-        first = build()
-        if first.metrics_port <= 0:
-            return first
-        port = first.metrics_port + index
-        if port == gateway_port or port > LAST_PORT:
-            what = "the gateway's" if port == gateway_port else "which does not exist"
-            raise ConfigError([f"metrics_port: engine core number {index + 1} would take port {port}, {what}"])
-        return build(metrics_port=port)
+        return self._settings.build(
+            EngineConfig,
+            listen=f"unix:{directory}/core-{index}.sock",
+            worker_endpoint=f"ipc://{directory}/work-{index}.sock",
+            metrics_port=metrics_port(self._settings.build(EngineConfig).metrics_port, index, gateway_port),
+        )
 
     def _worker_configs(self, model_dir: str) -> list[WorkerConfig]:
         count, given = self._settings.build(ServeConfig).workers, self._settings.build(WorkerConfig)

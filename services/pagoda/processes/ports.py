@@ -1,4 +1,4 @@
-"""Binds the HTTP address before anything is started that would otherwise have to be stopped again."""
+"""Ports: the HTTP address is bound before anything starts that would otherwise have to be stopped again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from pagoda.settings.problems import ConfigError
 from pagoda.settings.resolving import Settings
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.listening import bind
+
+LAST_PORT = 65535
+
+
+def metrics_port(first: int, index: int, gateway_port: int) -> int:
+    """Of engine core number `index`, if `first` is that of number 0; at most 0 if there are no metrics.
+
+    Raises ConfigError if there is no such port, or the gateway has it.
+    """
+    port = first + index if first > 0 else first
+    if port > LAST_PORT or (port > 0 and port == gateway_port):
+        what = "the gateway's" if port == gateway_port else "which does not exist"
+        raise ConfigError([f"metrics_port: engine core number {index + 1} would take port {port}, {what}"])
+    return port
 
 
 def take_address(settings: Settings) -> socket.socket:
