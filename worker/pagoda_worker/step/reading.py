@@ -99,17 +99,19 @@ class Reading:
         """The outcome of the step, by row id; rows with nothing to report are left out."""
         if not isinstance(launched, OnHost):
             raise TypeError("pooled results must be on the host")
-        ends = [
+        spans = [
             (row, start, start + chunk.num_tokens)
             for (row, chunk), start in zip(work, launched.starts, strict=False)
             if chunk.sample
         ]
+        if not spans:
+            return {}
         hidden = launched.hidden
         if not self._pooler.needs_all:
-            hidden = hidden[[end - 1 for _, _, end in ends]]
-            ends = [(row, line, line + 1) for line, (row, _, _) in enumerate(ends)]
+            hidden = hidden[[end - 1 for _, _, end in spans]]
+            spans = [(row, line, line + 1) for line, (row, _, _) in enumerate(spans)]
         states = hidden.float().cpu().numpy()  # all at once: a call costs more than a prompt's numbers
-        return {row.row_id: self._answer(row, states[start:end]) for row, start, end in ends}
+        return {row.row_id: self._answer(row, states[start:end]) for row, start, end in spans}
 
     def _answer(self, row: Row, states: Floats) -> RowOutput | Fault:
         if row.pooling is None:
