@@ -203,6 +203,9 @@ def test_config_validate_checks_what_only_serve_can(told: Told) -> None:
     done = told("config", "validate", "--served-model-name", "m", str(Path(__file__).parent))
     assert (done.returncode, done.stdout) == (2, "")
     assert "is read as a name: put MODEL before the flags" in done.stderr
+    done = told("config", "validate", "--data-dir", "/a,b")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "data_dir must not contain a comma" in done.stderr
 
 
 def test_config_show_prints_values_and_sources(told: Told, tmp_path: Path) -> None:

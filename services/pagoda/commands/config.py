@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     show = actions.add_parser("show", help="print every value and its source", allow_abbrev=False)
     show.add_argument("--json", action="store_true", dest="as_json", help="as JSON")
-    validate = actions.add_parser("validate", help="check all sources, of all tiers", allow_abbrev=False)
+    validate = actions.add_parser("validate", help="check all sources, of serve and of all tiers", allow_abbrev=False)
     for sub in (show, validate):
         add_model_argument(sub)
         add_options(sub, "serve")

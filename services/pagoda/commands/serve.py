@@ -13,8 +13,8 @@ from typing import Any
 
 from pagoda.processes import logs
 from pagoda.processes.machine import available_cores
-from pagoda.processes.ports import metrics_port, take_address
-from pagoda.processes.rundir import runtime_dir
+from pagoda.processes.ports import metrics_ports, take_address
+from pagoda.processes.rundir import base_directory, runtime_dir
 from pagoda.processes.startup import StartupView, announcement
 from pagoda.processes.supervisor import ChildSpec, Supervisor, python_command
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
@@ -64,10 +64,10 @@ def _serve(settings: Settings, model_dir: Path, listener: socket.socket, started
 
 def check(settings: Settings) -> None:
     """Raises ConfigError for settings that fit every tier and yet cannot be served."""
-    given = settings.build(GatewayConfig)
+    given, serve = settings.build(GatewayConfig), settings.build(ServeConfig)
     refuse_model_among_names(given)
-    for index in range(settings.build(ServeConfig).num_engine_cores):
-        metrics_port(settings.build(EngineConfig).metrics_port, index, given.port)
+    metrics_ports(settings.build(EngineConfig).metrics_port, serve.num_engine_cores, given.port)
+    base_directory(serve.data_dir)
 
 
 def refuse_model_among_names(given: GatewayConfig) -> None:
@@ -94,8 +94,9 @@ class Tower:
         self._started = started
         given = settings.build(GatewayConfig)
         port = listener.getsockname()[1]
-        count = settings.build(ServeConfig).num_engine_cores
-        self.engines = [self._engine_config(directory, index, port) for index in range(count)]
+        count, first = settings.build(ServeConfig).num_engine_cores, settings.build(EngineConfig).metrics_port
+        ports = metrics_ports(first, count, port)  # again, as `port` may have been chosen by the system
+        self.engines = [self._engine_config(directory, index, its) for index, its in enumerate(ports)]
         self.gateway = settings.build(
             GatewayConfig,
             engine=",".join(engine.listen for engine in self.engines),
@@ -110,13 +111,12 @@ class Tower:
         self._locked = False
         self.view = StartupView(as_json=self._common.log_json)
 
-    def _engine_config(self, directory: Path, index: int, gateway_port: int) -> EngineConfig:
-        """Raises ConfigError if there is no port for its metrics."""
+    def _engine_config(self, directory: Path, index: int, metrics_port: int) -> EngineConfig:
         return self._settings.build(
             EngineConfig,
             listen=f"unix:{directory}/core-{index}.sock",
             worker_endpoint=f"ipc://{directory}/work-{index}.sock",
-            metrics_port=metrics_port(self._settings.build(EngineConfig).metrics_port, index, gateway_port),
+            metrics_port=metrics_port,
         )
 
     def _worker_configs(self, model_dir: str) -> list[WorkerConfig]:

@@ -13,16 +13,19 @@ from pagoda_gateway.http.listening import bind
 LAST_PORT = 65535
 
 
-def metrics_port(first: int, index: int, gateway_port: int) -> int:
-    """Of engine core number `index`, if `first` is that of number 0; at most 0 if there are no metrics.
+def metrics_ports(first: int, count: int, gateway_port: int) -> list[int]:
+    """Of `count` engine cores, one after the other; all `first` if that is no port, because there are no metrics.
 
     Raises ConfigError if there is no such port, or the gateway has it.
     """
-    port = first + index if first > 0 else first
-    if port > LAST_PORT or (port > 0 and port == gateway_port):
-        what = "the gateway's" if port == gateway_port else "which does not exist"
-        raise ConfigError([f"metrics_port: engine core number {index + 1} would take port {port}, {what}"])
-    return port
+    if first <= 0:
+        return [first] * count
+    ports = list(range(first, first + count))
+    for number, port in enumerate(ports, 1):
+        if port == gateway_port or port > LAST_PORT:
+            what = "the gateway's" if port == gateway_port else "which does not exist"
+            raise ConfigError([f"metrics_port: engine core number {number} would take port {port}, {what}"])
+    return ports
 
 
 def take_address(settings: Settings) -> socket.socket:

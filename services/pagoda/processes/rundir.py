@@ -31,7 +31,7 @@ def runtime_dir(data_dir: str) -> Iterator[Path]:
     Raises:
         ConfigError: the directory cannot be used.
     """
-    base = _base(data_dir)
+    base = base_directory(data_dir)
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(base)
@@ -48,7 +48,8 @@ def runtime_dir(data_dir: str) -> Iterator[Path]:
         os.close(lock)
 
 
-def _base(data_dir: str) -> Path:
+def base_directory(data_dir: str) -> Path:
+    """Where `runtime_dir` makes its directory. Raises ConfigError if no socket can be there."""
     if data_dir:
         base = Path(data_dir).expanduser().absolute()
         if problem := _problem(str(base)):

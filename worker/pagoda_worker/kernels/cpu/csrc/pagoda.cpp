@@ -115,7 +115,9 @@ struct Crew : Pool {
 // Up to this many rows, it is faster for every thread to norm all rows than to wait at a barrier.
 constexpr int ROWS_NORMED_BY_ALL = 8;
 
-bool done_as_one(const Op& op, const Step& step) { return op.joined && (op.kind != LINEAR || step.num_tokens <= ROWS_NORMED_BY_ALL); }
+bool done_as_one(const Op& op, const Step& step) {
+  return op.joined && (op.kind != LINEAR || step.num_tokens <= ROWS_NORMED_BY_ALL);
+}
 
 // The operations of this step, fused where possible.
 std::vector<Work> works_of(Crew& crew, const Level& level, const Op* ops, int num_ops, const Step& step) {
