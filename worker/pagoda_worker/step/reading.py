@@ -13,13 +13,12 @@ from itertools import accumulate
 import torch
 
 from pagoda_proto.pooling.params import MAX_SIM
-from pagoda_proto.steps import RowOutput
+from pagoda_proto.steps import Chunk, RowOutput
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.kernels.ops import Cache
 from pagoda_worker.loading.model import LoadedModel
 from pagoda_worker.pooling.pooler import Pooler
-from pagoda_worker.pooling.stages import Floats
 from pagoda_worker.rows.batch import Batch, build_batch
 from pagoda_worker.rows.rows import Row
 from pagoda_worker.sampling.sampler import Fault
@@ -99,23 +98,17 @@ class Reading:
         """The outcome of the step, by row id; rows with nothing to report are left out."""
         if not isinstance(launched, OnHost):
             raise TypeError("pooled results must be on the host")
-        spans = [
-            (row, start, start + chunk.num_tokens)
-            for (row, chunk), start in zip(work, launched.starts, strict=False)
+        spans = zip(work, launched.starts, strict=False)
+        return {
+            row.row_id: self._answer(row, chunk, launched.hidden, start)
+            for (row, chunk), start in spans
             if chunk.sample
-        ]
-        if not spans:
-            return {}
-        hidden = launched.hidden
-        if not self._pooler.needs_all:
-            hidden = hidden[[end - 1 for _, _, end in spans]]
-            spans = [(row, line, line + 1) for line, (row, _, _) in enumerate(spans)]
-        states = hidden.float().cpu().numpy()  # all at once: a call costs more than a prompt's numbers
-        return {row.row_id: self._answer(row, states[start:end]) for row, start, end in spans}
+        }
 
-    def _answer(self, row: Row, states: Floats) -> RowOutput | Fault:
+    def _answer(self, row: Row, chunk: Chunk, hidden: torch.Tensor, start: int) -> RowOutput | Fault:
+        end = start + chunk.num_tokens
+        states = hidden[start if self._pooler.needs_all else end - 1 : end].float().cpu().numpy()
         if row.pooling is None:
             raise TypeError("the row has no pooling parameters")
-        token_ids = row.tokens.array.tolist() if self._pooler.marks is not None else ()
-        found = self._pooler.read(states, row.pooling, token_ids)
+        found = self._pooler.read(states, row.pooling, row.tokens.array.tolist())
         return found if isinstance(found, Fault) else RowOutput(row.row_id, [], pooled=found)
