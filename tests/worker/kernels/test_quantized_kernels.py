@@ -103,13 +103,15 @@ def test_weights_in_any_place_of_memory_and_of_any_width_are_rounded(ops: Native
         assert torch.equal(got.scales, expected.scales)
 
 
+@pytest.mark.parametrize("group", [32, 96, 192])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_activations_are_the_very_numbers_of_the_definition(ops: NativeOps, bits: int, zeros: bool) -> None:
+def test_activations_are_the_very_numbers_of_the_definition(ops: NativeOps, bits: int, zeros: bool, group: int) -> None:
     """With the identity as the weight, each output is one rounded activation."""
-    k, group, zero = 128, 32, 3 if zeros else 1 << bits - 1
+    k, zero = 192, 3 if zeros else 1 << bits - 1
     x = inputs(40, k)
-    x[1] = torch.arange(-64, 64) / 2  # halves
+    x[1] = torch.arange(k) - k // 2 + 0.5
+    x[1, ::group] = 127  # all others are ties
     x[2], x[3, 40:] = 0, 0
     x[4] *= 2.0**-110
     weight = QuantizedWeight(

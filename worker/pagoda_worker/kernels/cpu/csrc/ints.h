@@ -157,6 +157,28 @@ PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(whole));
   return {(i32x16)whole};
 }
+// 64 bf16 times `factor`, rounded as by `store_rounded`, -> p; returns total + their sums, whose lanes have no order. Conversions
+// are cheap and narrowing is not, so neighbours are joined before they are narrowed.
+PAGODA_INLINE ints round_64(const uint16_t* x, f16 factor, int8_t* p, ints total) {
+  alignas(64) static const uint16_t low_halves[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                                      32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+  __m512i two[2];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const __m512i pair = _mm512_loadu_si512(x + 32 * i);
+    const f16 even{_mm512_castsi512_ps(_mm512_slli_epi32(pair, 16))};
+    const f16 odd{_mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)))};
+    const __m512i low = _mm512_cvtps_epi32((even * factor).v), high = _mm512_slli_epi32(_mm512_cvtps_epi32((odd * factor).v), 8);
+    two[i] = _mm512_ternarylogic_epi32(_mm512_set1_epi32(255), low, high, 0xca);  // low's bits where 255 has ones
+  }
+  const __m512i levels = _mm512_permutex2var_epi16(two[0], _mm512_load_si512(low_halves), two[1]), one = _mm512_set1_epi8(1);
+  _mm512_storeu_si512(p, levels);
+#ifdef __AVX512VNNI__
+  return {(i32x16)_mm512_dpbusd_epi32((__m512i)total.v, one, levels)};
+#else
+  return {total.v + (i32x16)_mm512_madd_epi16(_mm512_maddubs_epi16(one, levels), _mm512_set1_epi16(1))};
+#endif
+}
 PAGODA_INLINE void store_bytes(uint8_t* p, f16 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v))); }
 PAGODA_INLINE void store_shorts(int16_t* p, f16 a) { store_fours(p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a.v))); }
 

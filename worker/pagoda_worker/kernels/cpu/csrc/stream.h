@@ -23,11 +23,11 @@ static void layer_norm_rows(const LayerNormOp& op, size_t row) {
   f16 total[N], mean[N], squares[N], inverse[N];
   for (int n = 0; n < N; ++n) total[n] = squares[n] = zero();
   for (int d = 0; d < dim; d += 16)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int n = 0; n < N; ++n) total[n] = total[n] + load_bf16(x + n * dim + d);
   for (int n = 0; n < N; ++n) mean[n] = set1(sum(total[n]) / (float)dim);
   for (int d = 0; d < dim; d += 16)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       const f16 v = load_bf16(x + n * dim + d) - mean[n];
       squares[n] = fma(v, v, squares[n]);
@@ -35,7 +35,7 @@ static void layer_norm_rows(const LayerNormOp& op, size_t row) {
   for (int n = 0; n < N; ++n) inverse[n] = set1(1.0f / __builtin_sqrtf(sum(squares[n]) / (float)dim + op.eps));
   uint16_t* y = op.y + row * dim;
   for (int d = 0; d < dim; d += 16)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       const f16 normed = (load_bf16(x + n * dim + d) - mean[n]) * inverse[n] * load(op.weight + d);
       store_bf16(y + n * dim + d, op.bias ? normed + load(op.bias + d) : normed);
@@ -43,8 +43,8 @@ static void layer_norm_rows(const LayerNormOp& op, size_t row) {
 }
 
 static void layer_norm_rows(const LayerNormOp& op, int first, int last) {
-  for (; first + 1 < last; first += 2) layer_norm_rows<2>(op, (size_t)first);
-  if (first < last) layer_norm_rows<1>(op, (size_t)first);
+  for (; first + 4 <= last; first += 4) layer_norm_rows<4>(op, (size_t)first);
+  for (; first < last; ++first) layer_norm_rows<1>(op, (size_t)first);
 }
 
 // y += line `line` of the table.
