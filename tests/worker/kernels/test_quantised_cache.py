@@ -308,14 +308,17 @@ def test_it_changes_nothing_how_threads_share_the_keys_of_a_row(name: str, quant
         native.library.close()
 
 
-@pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; the torch back end serves")
-def test_a_token_that_is_no_number_reaches_whoever_attends_to_it() -> None:
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("bad", [0, 1], ids=["key", "value"])
+def test_a_token_that_is_no_number_reaches_whoever_attends_to_it(level: str, quantized: bool, bad: int) -> None:
     """NaN must not be rounded away: attention that sees it returns NaN, and earlier positions stay untouched."""
-    native = NativeOps(Library([-1]))
-    k, v = torch.randn(2, 40, 2, 64).bfloat16().unbind(0)
-    v[20] = torch.nan
+    native = NativeOps(Library([-1], level))
+    both = torch.randn(2, 40, 2, 64).bfloat16()
+    both[bad, 20] = torch.nan
+    k, v = both
     batch = make_batch([([0] * 40, 0, [0, 1, 2])], 16)
-    kv = native.new_kv_cache(kv_shape(2, 64), 3, 16)
+    kv = native.new_kv_cache(kv_shape(2, 64, quantized), 3, 16)
     native.write_kv(k, v, kv, 0, batch.kv_indices)
     q = torch.randn(40, 4, 64).bfloat16()
     for position, expected in ((19, False), (20, True), (39, True)):

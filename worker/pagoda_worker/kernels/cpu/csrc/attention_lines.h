@@ -137,16 +137,17 @@ static void split_scores(const AttentionArgs& a, const View& v, AttentionScratch
   for (; t < v.last; t += 16 * GROUPS) score_tile<NUMBERS, ROWS, GROUPS>(a, v, t, s);
 }
 
-// e^x for x <= 0, as 2^n * p(r), |r| <= 1/2, with a polynomial of degree 4: the relative error, 3e-6 and 6e-8 |x|, is small
-// beside that of rounding to bf16 or to 16 bits, which follows. e^0 is 1, and 0 is what is left of a masked score.
+// e^x for x <= 0, as 2^n * p(r), |r| <= 1/2, with a polynomial of degree 4: the relative error, 3e-6 and 7e-8 |x|, is small
+// beside that of rounding to bf16 or to 16 bits, which follows. e^0 is 1, and 0 is what is left of a masked score. NaN stays
+// NaN: max returns its second operand if one is NaN.
 PAGODA_INLINE f16 probability(f16 x) {
-  const f16 least = set1(-87.0f), t = max(x, least) * set1(1.44269504088896341f);
+  const f16 least = set1(-87.0f), t = max(least, x) * set1(1.44269504088896341f);
   const Exponent n = exponent(t);
   const f16 r = t - n.value;
   f16 p = fma(set1(9.582852923e-3f), r, set1(5.590642482e-2f));
   p = fma(p, r, set1(2.402409861e-1f));
   p = fma(p, r, set1(6.931241934e-1f));
-  return where_at_least(x, least, scale2(fma(p, r, set1(1.0f)), n));
+  return unless_below(x, least, scale2(fma(p, r, set1(1.0f)), n));
 }
 
 // Scores of N lines -> bf16 probabilities relative to the split's own maximum, and the sum of the rounded probabilities. A

@@ -42,7 +42,8 @@ PAGODA_INLINE f16 fma(f16 a, f16 b, f16 c) { return {_mm512_fmadd_ps(a.v, b.v, c
 PAGODA_INLINE f16 max(f16 a, f16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 PAGODA_INLINE f16 min(f16 a, f16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 PAGODA_INLINE f16 round(f16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// A small number rounded to an exponent, and a * 2^exponent; neither a nor the result may be subnormal, infinite or NaN.
+// A small number rounded to an exponent, and a * 2^exponent; neither a nor the result may be subnormal or infinite. A NaN that
+// comes from bf16, whose low bits are zero, stays NaN.
 struct Exponent { f16 value; };
 PAGODA_INLINE Exponent exponent(f16 a) { return {round(a)}; }
 PAGODA_INLINE f16 scale2(f16 a, Exponent n) { return {_mm512_scalef_ps(a.v, n.value.v)}; }
@@ -55,6 +56,10 @@ PAGODA_INLINE f16 keep_below(f16 a, int first, int limit, f16 other) {
 // lanes of `a` where x >= limit, else 0
 PAGODA_INLINE f16 where_at_least(f16 x, f16 limit, f16 a) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_GE_OQ), a.v)};
+}
+// lanes of `a`, 0 where x < limit; if x is NaN, that of `a`
+PAGODA_INLINE f16 unless_below(f16 x, f16 limit, f16 a) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), a.v)};
 }
 PAGODA_INLINE f16 load_bf16(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
@@ -140,6 +145,10 @@ PAGODA_INLINE f16 where_at_least(f16 x, f16 limit, f16 a) {
   return {_mm256_and_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_GE_OQ), a.lo),
           _mm256_and_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_GE_OQ), a.hi)};
 }
+PAGODA_INLINE f16 unless_below(f16 x, f16 limit, f16 a) {
+  return {_mm256_and_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_NLT_UQ), a.lo),
+          _mm256_and_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_NLT_UQ), a.hi)};
+}
 PAGODA_INLINE __m256 widen(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
 PAGODA_INLINE f16 load_bf16(const uint16_t* p) {
   return {widen(_mm_loadu_si128((const __m128i*)p)), widen(_mm_loadu_si128((const __m128i*)(p + 8)))};
@@ -212,7 +221,10 @@ struct Exponent { f16 value; };
 PAGODA_INLINE Exponent exponent(f16 a) { return {round(a)}; }
 PAGODA_INLINE f16 scale2(f16 a, Exponent n) {
   PAGODA_EACH {
-    uint32_t e = (uint32_t)((int)n.value.v[i] + 127) << 23;
+    const float large = n.value.v[i] + 12582912.0f;  // ends, in its bits, in the whole number; NaN has no other conversion
+    uint32_t e;
+    memcpy(&e, &large, 4);
+    e = (e + 127) << 23;
     float f;
     memcpy(&f, &e, 4);
     a.v[i] *= f;
@@ -225,6 +237,10 @@ PAGODA_INLINE f16 keep_below(f16 a, int first, int limit, f16 other) {
 }
 PAGODA_INLINE f16 where_at_least(f16 x, f16 limit, f16 a) {
   PAGODA_EACH a.v[i] = x.v[i] >= limit.v[i] ? a.v[i] : 0.0f;
+  return a;
+}
+PAGODA_INLINE f16 unless_below(f16 x, f16 limit, f16 a) {
+  PAGODA_EACH a.v[i] = x.v[i] < limit.v[i] ? 0.0f : a.v[i];
   return a;
 }
 PAGODA_INLINE float widen(uint16_t x) {
