@@ -106,6 +106,9 @@ def test_linear_with_a_softcap(library: lib.Library) -> None:
     alone = torch.empty(1, n)
     run(library, product(x[4:5], packed, alone, n, out_f32=1, softcap=cap), num_tokens=1)
     assert torch.equal(alone[0], y[4])
+    x[4] = torch.nan
+    run(library, product(x[4:5], packed, alone, n, out_f32=1, softcap=cap), num_tokens=1)
+    assert alone.isnan().all()
 
 
 @pytest.mark.parametrize("activation", [1, 2])

@@ -311,7 +311,10 @@ def test_it_changes_nothing_how_threads_share_the_keys_of_a_row(name: str, quant
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("bad", [0, 1], ids=["key", "value"])
-def test_a_token_that_is_no_number_reaches_whoever_attends_to_it(level: str, quantized: bool, bad: int) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_a_token_that_is_no_number_reaches_whoever_attends_to_it(
+    level: str, quantized: bool, bad: int, softcap: float
+) -> None:
     """NaN must not be rounded away: attention that sees it returns NaN, and earlier positions stay untouched."""
     native = NativeOps(Library([-1], level))
     both = torch.randn(2, 40, 2, 64).bfloat16()
@@ -323,7 +326,9 @@ def test_a_token_that_is_no_number_reaches_whoever_attends_to_it(level: str, qua
     q = torch.randn(40, 4, 64).bfloat16()
     for position, expected in ((19, False), (20, True), (39, True)):
         one = make_batch([([0], position, [0, 1, 2])], 16)
-        out = native.attend(q[position : position + 1], kv, 0, native.plan(one, kv), attention(4, 2, 64))
+        out = native.attend(
+            q[position : position + 1], kv, 0, native.plan(one, kv), attention(4, 2, 64, softcap=softcap)
+        )
         assert bool(out.isnan().all()) == expected
         assert bool(out.isnan().any()) == expected
     native.library.close()

@@ -138,8 +138,7 @@ static void split_scores(const AttentionArgs& a, const View& v, AttentionScratch
 }
 
 // e^x for x <= 0, as 2^n * p(r), |r| <= 1/2, with a polynomial of degree 4: the relative error, 3e-6 and 7e-8 |x|, is small
-// beside that of rounding to bf16 or to 16 bits, which follows. e^0 is 1, and 0 is what is left of a masked score. NaN stays
-// NaN: max returns its second operand if one is NaN.
+// beside that of rounding to bf16 or to 16 bits, which follows. e^0 is 1, and 0 is what is left of a masked score.
 PAGODA_INLINE f16 probability(f16 x) {
   const f16 least = set1(-87.0f), t = max(least, x) * set1(1.44269504088896341f);
   const Exponent n = exponent(t);

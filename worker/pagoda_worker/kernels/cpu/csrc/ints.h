@@ -165,11 +165,9 @@ PAGODA_INLINE ints round_64(const uint16_t* x, f16 factor, int8_t* p, ints total
   __m512i two[2];
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
-    const __m512i pair = _mm512_loadu_si512(x + 32 * i);
-    const f16 even{_mm512_castsi512_ps(_mm512_slli_epi32(pair, 16))};
-    const f16 odd{_mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000)))};
-    const __m512i low = _mm512_cvtps_epi32((even * factor).v), high = _mm512_slli_epi32(_mm512_cvtps_epi32((odd * factor).v), 8);
-    two[i] = _mm512_ternarylogic_epi32(_mm512_set1_epi32(255), low, high, 0xca);  // low's bits where 255 has ones
+    const pairs both{_mm512_loadu_si512(x + 32 * i)};
+    const __m512i low = _mm512_cvtps_epi32((even(both) * factor).v), high = _mm512_cvtps_epi32((odd(both) * factor).v);
+    two[i] = _mm512_ternarylogic_epi32(_mm512_set1_epi32(255), low, _mm512_slli_epi32(high, 8), 0xca);  // low's where 255 has ones
   }
   const __m512i levels = _mm512_permutex2var_epi16(two[0], _mm512_load_si512(low_halves), two[1]), one = _mm512_set1_epi8(1);
   _mm512_storeu_si512(p, levels);

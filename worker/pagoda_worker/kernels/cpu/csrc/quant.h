@@ -157,13 +157,13 @@ class RoundedRows : public Kept {
     const float most = as_float(largest_magnitude(from, size) << 16);
     const f16 inverse = set1(most >= FAINT ? 127.0f / most : 0.0f);
     ints total = set1(0);
-    LEVEL* const to = level<LEVEL, TILED>(row, begin);
+    LEVEL* const first = level<LEVEL, TILED>(row, begin);
+    const auto to = [&](int i) PAGODA_INLINE_MEMBER { return TILED ? level<LEVEL, TILED>(row, begin + i) : first + i; };
     int i = 0;
 #if PAGODA_LEVEL >= 2
-    for (; i + 64 <= size; i += 64) total = round_64(from + i, inverse, TILED ? level<LEVEL, TILED>(row, begin + i) : to + i, total);
+    for (; i + 64 <= size; i += 64) total = round_64(from + i, inverse, to(i), total);
 #endif
-    for (; i < size; i += 16)
-      total = total + store_rounded(TILED ? level<LEVEL, TILED>(row, begin + i) : to + i, load_bf16(from + i) * inverse);
+    for (; i < size; i += 16) total = total + store_rounded(to(i), load_bf16(from + i) * inverse);
     const size_t at = (size_t)group * rows_ + row;
     scales_[at] = most * (1.0f / 127.0f);  // propagates infinity and NaN
     offsets_[at] = -zero * sum(total);

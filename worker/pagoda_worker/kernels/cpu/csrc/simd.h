@@ -25,6 +25,9 @@
 
 namespace PAGODA_NS {
 
+// LARGE plus a number ends, in its bits, in the nearest whole number.
+constexpr float LARGE = 12582912.0f;
+
 #if PAGODA_LEVEL >= 2  // AVX-512: one register
 
 struct f16 { __m512 v; };
@@ -53,11 +56,7 @@ PAGODA_INLINE f16 keep_below(f16 a, int first, int limit, f16 other) {
   __mmask16 m = n >= 16 ? 0xffff : (n <= 0 ? 0 : (__mmask16)((1u << n) - 1));
   return {_mm512_mask_blend_ps(m, other.v, a.v)};
 }
-// lanes of `a` where x >= limit, else 0
-PAGODA_INLINE f16 where_at_least(f16 x, f16 limit, f16 a) {
-  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_GE_OQ), a.v)};
-}
-// lanes of `a`, 0 where x < limit; if x is NaN, that of `a`
+// lanes of `a`, but 0 where x < limit, which a NaN is not
 PAGODA_INLINE f16 unless_below(f16 x, f16 limit, f16 a) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), a.v)};
 }
@@ -74,6 +73,8 @@ PAGODA_INLINE __m256i to_bf16(f16 a) {  // to nearest, ties to even; NaN stays N
 }
 PAGODA_INLINE pairs load_pairs(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
 PAGODA_INLINE void store_pairs(uint32_t* p, pairs a) { _mm512_storeu_si512(p, a.v); }
+PAGODA_INLINE f16 odd(pairs a) { return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32((int)0xffff0000)))}; }
+PAGODA_INLINE f16 even(pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
 #if PAGODA_LEVEL >= 3  // AVX-512 BF16
 // Subnormal numbers become 0, as the bf16 dot product treats them anyway.
 PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) {
@@ -93,8 +94,6 @@ PAGODA_INLINE f16 rounded(f16 a) {
 #else
 PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) { _mm256_storeu_si256((__m256i*)p, to_bf16(a)); }
 PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) { store_bf16(p, a); }
-PAGODA_INLINE f16 odd(pairs a) { return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32((int)0xffff0000)))}; }
-PAGODA_INLINE f16 even(pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
 PAGODA_INLINE f16 in_order(f16 a) { return a; }
 #endif
 constexpr int MAX_ROWS = 12;      // of a tile
@@ -123,8 +122,6 @@ PAGODA_INLINE f16 round(f16 a) {
   return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
           _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
-// LARGE plus a number ends, in its bits, in the nearest whole number.
-constexpr float LARGE = 12582912.0f;
 struct Exponent { f16 value, bits; };
 PAGODA_INLINE Exponent exponent(f16 a) {
   const f16 bits = a + set1(LARGE);
@@ -140,10 +137,6 @@ PAGODA_INLINE f16 keep_below(f16 a, int first, int limit, f16 other) {
   __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(n, lane));
   __m256 hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(n, _mm256_add_epi32(lane, _mm256_set1_epi32(8))));
   return {_mm256_blendv_ps(other.lo, a.lo, lo), _mm256_blendv_ps(other.hi, a.hi, hi)};
-}
-PAGODA_INLINE f16 where_at_least(f16 x, f16 limit, f16 a) {
-  return {_mm256_and_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_GE_OQ), a.lo),
-          _mm256_and_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_GE_OQ), a.hi)};
 }
 PAGODA_INLINE f16 unless_below(f16 x, f16 limit, f16 a) {
   return {_mm256_and_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_NLT_UQ), a.lo),
@@ -221,7 +214,7 @@ struct Exponent { f16 value; };
 PAGODA_INLINE Exponent exponent(f16 a) { return {round(a)}; }
 PAGODA_INLINE f16 scale2(f16 a, Exponent n) {
   PAGODA_EACH {
-    const float large = n.value.v[i] + 12582912.0f;  // ends, in its bits, in the whole number; NaN has no other conversion
+    const float large = n.value.v[i] + LARGE;  // a conversion of NaN would be undefined
     uint32_t e;
     memcpy(&e, &large, 4);
     e = (e + 127) << 23;
@@ -233,10 +226,6 @@ PAGODA_INLINE f16 scale2(f16 a, Exponent n) {
 }
 PAGODA_INLINE f16 keep_below(f16 a, int first, int limit, f16 other) {
   PAGODA_EACH if (first + i >= limit) a.v[i] = other.v[i];
-  return a;
-}
-PAGODA_INLINE f16 where_at_least(f16 x, f16 limit, f16 a) {
-  PAGODA_EACH a.v[i] = x.v[i] >= limit.v[i] ? a.v[i] : 0.0f;
   return a;
 }
 PAGODA_INLINE f16 unless_below(f16 x, f16 limit, f16 a) {
@@ -378,10 +367,11 @@ PAGODA_INLINE float max_lane(f16 a) {
 #endif
 
 // e^x as 2^n * p(r), |r| <= ln2/2, with a polynomial of degree 6 (relative error about 2e-7). Our own, because libm's
-// differs between versions and vector widths. Below -87 the result is 0, so a masked score of -1e30 gives exactly 0.
+// differs between versions and vector widths. Below -87 the result is 0, so a masked score of -1e30 gives exactly 0. NaN stays
+// NaN, here as below: of two operands, min and max return the second if one is NaN.
 PAGODA_INLINE f16 exp(f16 x) {
   f16 tiny = set1(-87.0f);
-  f16 y = min(max(x, tiny), set1(88.0f));
+  f16 y = min(set1(88.0f), max(tiny, x));
   Exponent n = exponent(y * set1(1.44269504088896341f));
   f16 r = fma(n.value, set1(-0.693359375f), y);
   r = fma(n.value, set1(2.12194440e-4f), r);
@@ -392,7 +382,7 @@ PAGODA_INLINE f16 exp(f16 x) {
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, r * r, r) + set1(1.0f);
-  return where_at_least(x, tiny, scale2(p, n));
+  return unless_below(x, tiny, scale2(p, n));
 }
 
 #if PAGODA_LEVEL >= 3
@@ -415,7 +405,7 @@ PAGODA_INLINE f16 load_left(const float* p) { return load(p); }
 PAGODA_INLINE f16 silu(f16 x) { return x / (set1(1.0f) + exp(zero() - x)); }
 // tanh(x) = 1 - 2 / (e^2x + 1)
 PAGODA_INLINE f16 tanh(f16 x) {
-  return set1(1.0f) - set1(2.0f) / (exp(min(x + x, set1(80.0f))) + set1(1.0f));
+  return set1(1.0f) - set1(2.0f) / (exp(min(set1(80.0f), x + x)) + set1(1.0f));
 }
 PAGODA_INLINE f16 gelu_tanh(f16 x) {
   f16 inner = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
@@ -437,7 +427,7 @@ PAGODA_INLINE f16 gelu(f16 x) {
   q = fma(q, z, set1(2.528338432e-1f));
   p = fma(p, z, set1(3.989422321e-1f));
   q = fma(q, z, set1(1.0f));
-  return x * where_at_least(x, begin, fma(y, p / q, set1(0.5f)));
+  return x * unless_below(x, begin, fma(y, p / q, set1(0.5f)));
 }
 
 }  // namespace PAGODA_NS
