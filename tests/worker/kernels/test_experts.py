@@ -12,7 +12,7 @@ from tests.worker.kernels.backends import TOLERANCE, ops_of
 from tests.worker.kernels.levels import levels
 
 from pagoda_worker.kernels.cpu.library import FLOAT_LEVELS, MINIMA
-from pagoda_worker.kernels.ops import CLAMPED, Expert, Ops
+from pagoda_worker.kernels.ops import CLAMPED, BackendError, Expert, Ops
 from pagoda_worker.kernels.quantized import FORMATS, QuantizedWeight, Weight, by_groups, powers, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.routing import Beside, Routing, choose, combine
@@ -231,6 +231,15 @@ def test_an_expert_that_was_pruned_has_the_form_of_the_others() -> None:
     experts = [Expert(one, one) for one in (weight, faint, nothing)]
     packed = ops_of(levels()[-1], torch.bfloat16).pack_experts(iter(experts), 3)
     assert packed.gate_up.form == packed.down.form == (4, 8, 32, MINIMA)
+
+
+@pytest.mark.parametrize("form", ["", "int8", "int4a16"])
+def test_experts_in_different_forms_are_refused(form: str) -> None:
+    made = case(torch.bfloat16, "int4")
+    other = case(torch.bfloat16, form).weights[4][0]
+    made.weights[4] = other, made.weights[4][1]
+    with pytest.raises(BackendError, match="all experts of a layer quantised alike"):
+        ops_of(levels()[-1], torch.bfloat16).pack_experts(starmap(Expert, made.weights), EXPERTS)
 
 
 def test_all_tokens_with_one_expert_and_more_tokens_than_a_block(backend: tuple[str, torch.dtype]) -> None:

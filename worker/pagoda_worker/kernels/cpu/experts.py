@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from pagoda_worker.kernels.cpu.library import pages
 from pagoda_worker.kernels.cpu.operations import Combine, Experts, Form, Gather, NativeLinear, Route, Sort, Tape
-from pagoda_worker.kernels.ops import BackendError
+from pagoda_worker.kernels.ops import BackendError, Expert
 from pagoda_worker.kernels.routing import Beside, Routing
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 64  # see csrc/experts.h
+UNLIKE = "kernels: native needs all experts of a layer quantised alike"
 
 
 class Stack(NamedTuple):
@@ -32,29 +33,48 @@ class NativeExperts(NamedTuple):
     favour: Tensor | None
 
 
-def stacked(packed: Iterable[tuple[NativeLinear, NativeLinear]], count: int, favour: Tensor | None) -> NativeExperts:
-    """Stack gate and up, and down, of `count` experts, releasing each expert once it is copied.
+class StackPages:
+    """`pages` for the panels of `count` matrices, one after the other in `panels`: packed there, they need no copying,
+    and no memory is touched but what is kept."""
 
-    Raises:
-        BackendError: the experts of a layer are in different forms.
-    """
-    stacks: list[Stack] = []
-    for expert, pair in enumerate(packed):
-        if not stacks:
-            stacks = [_room(count, one) for one in pair]
-        for stack, one in zip(stacks, pair, strict=True):
-            if (one.n, one.k, one.form) != (stack.n, stack.k, stack.form):
-                raise BackendError("kernels: native needs all experts of a layer quantised alike")
-            stack.panels[expert] = one.panels
-            if stack.bias is not None and one.bias is not None:
-                stack.bias[expert] = one.bias
-    gate_up, down = stacks
-    return NativeExperts(gate_up, down, favour)
+    panels: Tensor
+
+    def __init__(self, count: int) -> None:
+        self._count, self._used = count, 0
+
+    def __call__(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Raises BackendError if the first was different."""
+        if not self._used:
+            self.panels = pages(self._count, *shape, dtype=dtype)
+        place = self.panels[self._used]
+        if (place.shape, place.dtype) != (shape, dtype):
+            raise BackendError(UNLIKE)
+        self._used += 1
+        return place
+
+    def stack(self, packed: Sequence[NativeLinear]) -> Stack:
+        """The matrices whose panels are here. Raises BackendError if they are in different forms."""
+        first = packed[0]
+        if any((one.n, one.k, one.form) != (first.n, first.k, first.form) for one in packed):
+            raise BackendError(UNLIKE)
+        biases = [one.bias for one in packed if one.bias is not None]
+        return Stack(self.panels, torch.stack(biases) if biases else None, first.n, first.k, first.form)
 
 
-def _room(count: int, one: NativeLinear) -> Stack:
-    bias = None if one.bias is None else one.bias.new_empty(count, len(one.bias))
-    return Stack(pages(count, *one.panels.shape, dtype=one.panels.dtype), bias, one.n, one.k, one.form)
+def stacked(
+    weights: Iterable[Expert],
+    count: int,
+    favour: Tensor | None,
+    pack_gated: Callable[..., NativeLinear],
+    pack_linear: Callable[..., NativeLinear],
+) -> NativeExperts:
+    """The matrices of `count` experts, each packed where it stays; an expert's weights are read when it is its turn."""
+    gate_up, down = StackPages(count), StackPages(count)
+    pairs = [
+        (pack_gated(one.gate_up, one.gate_up_bias, new=gate_up), pack_linear(one.down, one.down_bias, new=down))
+        for one in weights
+    ]
+    return NativeExperts(gate_up.stack([one for one, _ in pairs]), down.stack([one for _, one in pairs]), favour)
 
 
 def run(  # noqa: PLR0913 - what Ops.moe is given

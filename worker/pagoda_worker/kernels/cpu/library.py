@@ -9,7 +9,7 @@ import mmap
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -137,6 +137,12 @@ def make_step(**fields: object) -> Step:
     return Step(**plain)
 
 
+class New(Protocol):
+    """Allocates a tensor."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype) -> torch.Tensor: ...
+
+
 def pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """A zeroed tensor that takes no memory until it is written, on huge pages if the system has them.
 
@@ -207,8 +213,8 @@ class Library:
         """The addresses of logits [R, V] float32, contiguous, overwritten; of R `SAMPLE_ROW` and R `SAMPLE_RESULT`."""
         self._library.pagoda_sample(self._pool, self._level, logits, num_rows, vocab_size, rows, results)
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight: [n, k] bf16 -> [ceil(n / 32), k / 2, 32] int32 pairs.
+    def pack(self, weight: torch.Tensor, new: New = pages) -> torch.Tensor:
+        """weight: [n, k] bf16 -> [ceil(n / 32), k / 2, 32] int32 pairs; `new` allocates them.
 
         Raises:
             BackendError: k is odd.
@@ -216,7 +222,7 @@ class Library:
         n, k = weight.shape
         if k % PAIR:
             raise BackendError(f"kernels: native needs an even number of inputs, got {k}")
-        packed = pages(-(-n // PANEL), k // 2, PANEL, dtype=torch.int32)
+        packed = new(-(-n // PANEL), k // 2, PANEL, dtype=torch.int32)
         self._library.pagoda_pack(self._pool, self._level, weight.data_ptr(), n, k, packed.data_ptr())
         return packed
 
@@ -238,8 +244,8 @@ class Library:
         self._library.pagoda_quantize(self._pool, self._level, ctypes.byref(call))
         return around_the_middle(levels, scales, form)
 
-    def pack_quantized(self, weight: QuantizedWeight) -> torch.Tensor:
-        """-> [ceil(n / 32), bytes of a panel] uint8, in the layout described in csrc/quant.h."""
+    def pack_quantized(self, weight: QuantizedWeight, new: New = pages) -> torch.Tensor:
+        """-> [ceil(n / 32), bytes of a panel] uint8, in the layout described in csrc/quant.h; `new` allocates them."""
         n, k = weight.levels.shape
         levels, form = weight.levels.contiguous(), QuantForm(*quant_form(weight))
         scales = _scales(weight).contiguous()
@@ -255,7 +261,7 @@ class Library:
             minima=None if minima is None else minima.data_ptr(),
         )
         panel_bytes = self._library.pagoda_quant_panel_bytes(ctypes.byref(form), k)
-        packed = pages(-(-n // PANEL), panel_bytes, dtype=torch.uint8)
+        packed = new(-(-n // PANEL), panel_bytes, dtype=torch.uint8)
         self._library.pagoda_pack_quantized(self._pool, self._level, ctypes.byref(source), packed.data_ptr())
         return packed
 

@@ -111,7 +111,9 @@ class NativeOps:
             return quantize(weight, form)
         return self.library.quantize(weight, form)
 
-    def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> NativeLinear:
+    def pack_linear(
+        self, weight: Weight, bias: Tensor | None = None, segments: int = 1, *, new: lib.New = lib.pages
+    ) -> NativeLinear:
         """A quantised weight without a kernel is packed as bfloat16."""
         if isinstance(weight, QuantizedWeight) and not _has_kernel(weight):
             weight = dequantize(weight).bfloat16()
@@ -119,12 +121,13 @@ class NativeOps:
             bias = F.pad(bias, (0, -len(bias) % lib.PANEL))
         n, k = weight.shape
         if isinstance(weight, QuantizedWeight):
-            return NativeLinear(self.library.pack_quantized(weight), bias, n, k, lib.quant_form(weight), segments)
-        return NativeLinear(self.library.pack(weight.contiguous()), bias, n, k, BF16_FORM, segments)
+            return NativeLinear(self.library.pack_quantized(weight, new), bias, n, k, lib.quant_form(weight), segments)
+        return NativeLinear(self.library.pack(weight.contiguous(), new), bias, n, k, BF16_FORM, segments)
 
-    def pack_gated(self, weight: Weight, bias: Tensor | None = None) -> NativeLinear:
+    def pack_gated(self, weight: Weight, bias: Tensor | None = None, *, new: lib.New = lib.pages) -> NativeLinear:
         """Gate and up are side by side in every panel, so that one tile holds both halves of an output in registers."""
-        packed = self.pack_linear(by_rows(weight, _side_by_side), None if bias is None else _side_by_side(bias))
+        moved = None if bias is None else _side_by_side(bias)
+        packed = self.pack_linear(by_rows(weight, _side_by_side), moved, new=new)
         return packed._replace(n=weight.shape[0])
 
     def new_slots(self, packed: NativeLinear, count: int, rank: int, *, gated: bool = False) -> low_rank.Slots:
@@ -145,11 +148,7 @@ class NativeOps:
     def pack_experts(
         self, weights: Iterable[Expert], count: int, favour: Tensor | None = None
     ) -> experts.NativeExperts:
-        pairs = (
-            (self.pack_gated(one.gate_up, one.gate_up_bias), self.pack_linear(one.down, one.down_bias))
-            for one in weights
-        )
-        return experts.stacked(pairs, count, favour)
+        return experts.stacked(weights, count, favour, self.pack_gated, self.pack_linear)
 
     def moe(
         self,
