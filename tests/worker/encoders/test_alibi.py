@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tests.worker.encoders.test_oracle import CPU, EXACT, check_own, encoder, states
+from tests.worker.encoders.test_oracle import BLOCK, CPU, EXACT, batch_of, check_own, encoder, states
 from tests.worker.kernels.levels import levels
 
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
@@ -18,7 +18,7 @@ from pagoda_worker.encoders.encoder import alibi_slopes
 from pagoda_worker.encoders.families import encoder_spec
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.choose import load_ops
-from pagoda_worker.kernels.ops import Needs
+from pagoda_worker.kernels.ops import Needs, Ops
 from pagoda_worker.kernels.reference import ReferenceOps
 
 VOCAB, HIDDEN, WIDTH, HEADS, LAYERS, LONGEST = 120, 96, 80, 6, 2, 300
@@ -55,7 +55,9 @@ def weights() -> Tensors:
     return tensors
 
 
-def by_hand(tensors: Tensors, ids: list[int]) -> torch.Tensor:
+def by_hand(tensors: Tensors, ids: list[int], second: int | None = None) -> torch.Tensor:
+    """`second`: where the second text of a pair starts."""
+
     def linear(name: str, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
@@ -64,7 +66,8 @@ def by_hand(tensors: Tensors, ids: list[int]) -> torch.Tensor:
 
     count = len(ids)
     kinds = tensors["embeddings.token_type_embeddings.weight"]
-    x = norm("embeddings.LayerNorm", tensors["embeddings.word_embeddings.weight"][ids] + kinds[0])
+    typed = kinds[(torch.arange(count) >= (count if second is None else second)).long()]
+    x = norm("embeddings.LayerNorm", tensors["embeddings.word_embeddings.weight"][ids] + typed)
     apart = (torch.arange(count)[:, None] - torch.arange(count)).abs()
     for layer in range(LAYERS):
         at = f"encoder.layer.{layer}."
@@ -103,6 +106,22 @@ def test_states_are_those_of_the_formulas(make: type, saved: tuple[Path, Tensors
         torch.testing.assert_close(found, by_hand(tensors, ids), rtol=EXACT, atol=EXACT)
 
 
+def paired(path: Path, ops: Ops, dtype: torch.dtype, ids: list[int], second: int) -> torch.Tensor:
+    """The states of a pair whose second text starts at `second`."""
+    model, batch = encoder(path, ops, dtype, pairs=True), batch_of([ids])
+    assert model.second_place == LONGEST
+    batch.positions[second:] += model.second_place
+    with torch.inference_mode():
+        return model.forward(batch, (ops.new_kv_cache(model.scratch, -(-len(ids) // BLOCK), BLOCK),))
+
+
+@pytest.mark.parametrize("make", [ReferenceOps, AtenOps])
+def test_the_second_text_of_a_pair_is_told_apart(make: type, saved: tuple[Path, Tensors]) -> None:
+    path, tensors = saved
+    found = paired(path, make(CPU), torch.float32, rows()[3], 20)
+    torch.testing.assert_close(found, by_hand(tensors, rows()[3], 20), rtol=EXACT, atol=EXACT)
+
+
 def test_native_kernels_come_close_and_keep_every_bit(saved: tuple[Path, Tensors]) -> None:
     path, tensors = saved
     if not levels():
@@ -112,6 +131,8 @@ def test_native_kernels_come_close_and_keep_every_bit(saved: tuple[Path, Tensors
     model = encoder(path, ops, torch.bfloat16)
     for found, ids in zip(states(model, rows(), ops, model.scratch), rows(), strict=True):
         assert F.cosine_similarity(found.float(), by_hand(tensors, ids), dim=-1).min() > 0.999
+    pair = paired(path, ops, torch.bfloat16, rows()[3], 20)
+    assert F.cosine_similarity(pair.float(), by_hand(tensors, rows()[3], 20), dim=-1).min() > 0.999
     check_own(model, ops, model.scratch)
 
 

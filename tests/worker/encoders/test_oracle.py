@@ -51,12 +51,12 @@ def batch_of(rows: list[list[int]]) -> Batch:
     )
 
 
-def encoder(path: Path, ops: Ops, dtype: torch.dtype = torch.float32) -> Encoder:
+def encoder(path: Path, ops: Ops, dtype: torch.dtype = torch.float32, *, pairs: bool = False) -> Encoder:
     fields = read_json(path / "config.json")
     spec = encoder_spec(fields["architectures"][0], fields)
     with open_checkpoint(path) as checkpoint:
         source = open_encoder_source(checkpoint, spec, "", dtype, ops)
-        return Encoder(spec, ops, source, dtype, spec.max_positions)
+        return Encoder(spec, ops, source, dtype, spec.max_positions, pairs=pairs)
 
 
 def states(model: Any, rows: list[list[int]], ops: Ops, scratch: Any) -> list[torch.Tensor]:

@@ -157,8 +157,9 @@ def test_distances_in_fewer_or_more_buckets_than_can_be_are_refused(buckets: int
         runner_of(tmp_path)
 
 
-def test_the_second_text_of_a_pair_is_of_another_kind(tmp_path: Path) -> None:
-    model = save(tmp_path, "bert", "ForSequenceClassification", num_labels=1)
+@pytest.mark.parametrize("family", ["bert", "nomic", "gte"])
+def test_the_second_text_of_a_pair_is_of_another_kind(family: str, tmp_path: Path) -> None:
+    model = save(tmp_path, family, "ForSequenceClassification", num_labels=1, type_vocab_size=2)
     reads = Reads(runner_of(tmp_path))
     prompt, second = texts(100)[4], 20
     found = reads.together([prompt], PoolingParams(output=CLASSIFY, second_start=second))[0]

@@ -137,12 +137,12 @@ def _interpolated(shape: RopeShape, plain: torch.Tensor) -> torch.Tensor:
 
 
 class RotaryTable:
-    """Cosines and sines of all positions, [max_positions, D / 2] float32 each.
+    """Cosines and sines of all positions, [copies * max_positions, D / 2] float32 each: the same again in every copy.
 
     A table instead of a per-step formula: the bits of a cosine must not depend on how many are computed at once.
     """
 
-    def __init__(self, shape: RopeShape, max_positions: int, device: torch.device) -> None:
+    def __init__(self, shape: RopeShape, max_positions: int, device: torch.device, copies: int = 1) -> None:
         size, turning = (max_positions, shape.head_dim // 2), shape.dims // 2
         self._cos, self._sin = torch.ones(size, device=device), torch.zeros(size, device=device)
         frequencies, start = inverse_frequencies(shape, max_positions), 0
@@ -150,6 +150,7 @@ class RotaryTable:
             angles, rows = positions[:, None] * frequencies, slice(start, start := start + len(positions))
             for table, values in ((self._cos, angles.cos()), (self._sin, angles.sin())):
                 table[rows, :turning] = values if shape.magnitude == 1.0 else values * shape.magnitude
+        self._cos, self._sin = self._cos.repeat(copies, 1), self._sin.repeat(copies, 1)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """positions [T] int64."""

@@ -42,17 +42,25 @@ class Layer:
 
 
 class Encoder:
-    """A model that reads; see `models.recorded.Reading`."""
+    """A model that reads; see `models.recorded.Reading`. `pairs`: whether it is given pairs of texts.
 
-    def __init__(self, spec: EncoderSpec, ops: Ops, source: Source, dtype: torch.dtype, max_len: int) -> None:
+    Attributes:
+        second_place: What is added to the positions of a pair's second text, which is of another type; 0: it is not.
+    """
+
+    def __init__(
+        self, spec: EncoderSpec, ops: Ops, source: Source, dtype: torch.dtype, max_len: int, *, pairs: bool = False
+    ) -> None:
         self.spec = spec
         self.ops = ops
         attention = spec.layers[0].attention
         self.scratch = KVShape(
             num_layers=1, num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, dtype=dtype
         )
+        apart = pairs and spec.num_types > 1 and not spec.num_places
         of_bias = 2 * attention.num_heads * torch.float32.itemsize if spec.biased_by_distance else 0
-        self._ropes = rotary_tables(spec.ropes, max_len, ops.device, of_bias)
+        of_types = 2 * spec.hidden_size * dtype.itemsize if apart else 0
+        self._ropes = rotary_tables(spec.ropes, max_len, ops.device, of_bias + of_types, copies=1 + apart)
         packer = Packer(ops, source, dtype)
         self._layers = [
             _load_layer(spec, packer, index, -1 if layer.rope is None else spec.ropes.index(layer.rope))
@@ -60,13 +68,9 @@ class Encoder:
         ]
         self._embed_norm = _norm(spec, source, spec.names.embed_norm)
         self._final_norm = _norm(spec, source, spec.names.final_norm) if spec.names.final_norm else None
-        self._words, self._places = _tables(spec, source, dtype)
+        self._words, self._places = _tables(spec, source, dtype, max_len if apart else 0)
+        self.second_place = len(self._places) // 2 if self._places is not None and spec.num_types > 1 else 0
         self._bias = _bias(spec, source, max_len)
-
-    @property
-    def num_types(self) -> int:
-        """Kinds of text: 2 if the second text of a pair has a type of its own, else 1."""
-        return 1 if self._places is None else min(2, max(1, self.spec.num_types))
 
     def on(self, ops: Ops) -> Encoder:
         """The same weights, computed by `ops`, which must be of the back end that packed them."""
@@ -75,8 +79,7 @@ class Encoder:
         return other
 
     def forward(self, batch: Batch, kv: Sequence[Cache]) -> torch.Tensor:
-        """Final hidden states [T, H] of whole rows; `kv` is a cache of the shape `scratch`. Positions of a pair's
-        second text are `max_positions` higher."""
+        """Final hidden states [T, H] of whole rows; `kv` is a cache of the shape `scratch`."""
         (cache,) = kv
         cache.admit(batch)
         plan = self.ops.plan(batch, cache)
@@ -167,16 +170,23 @@ def _load_layer(spec: EncoderSpec, packer: Packer, index: int, rope: int) -> Lay
     )
 
 
-def _tables(spec: EncoderSpec, source: Source, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _tables(
+    spec: EncoderSpec, source: Source, dtype: torch.dtype, apart: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Word embeddings, and embeddings added by position: positions plus the first text type, then plus the second.
 
-    A model without learned positions has one text type, which is added to the words here.
+    Without learned positions, the first type is added to the words here; if texts of up to `apart` tokens (0: none) are
+    told apart, what the second type differs by is added at the positions after those.
     """
     names = spec.names
     words = source.tensor(f"{names.words}.weight")
     types = source.tensor(f"{names.types}.weight").float() if spec.num_types else None
     if not spec.num_places:
-        return (words if types is None else (words.float() + types[0]).to(dtype)), None
+        differs = None
+        if types is not None and apart:
+            differs = torch.zeros(2 * apart, spec.hidden_size, dtype=dtype, device=words.device)
+            differs[apart:] = types[1] - types[0]
+        return (words if types is None else (words.float() + types[0]).to(dtype)), differs
     places = source.tensor(f"{names.positions}.weight").float()[spec.first_place :]
     if types is not None:
         places = torch.cat([places + kind for kind in types[:2]])

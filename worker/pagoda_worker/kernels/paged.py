@@ -68,6 +68,7 @@ class Slice:
     first: int
     last: int
     mask: Tensor
+    places: Tensor | None = None  # [1, 1, lines, 1]: which token of its row each line is; None for rows of one
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Plan:
             mask = self._mask(position, first, last, reach.window)
             if not reach.causal:
                 mask = self._two_sided(position, first, last, end, reach.window)
-            slices.append(Slice(tokens, first, last, mask))
+            slices.append(Slice(tokens, first, last, mask, position))
         return self._group([row], slices, reach.window)
 
     def _group(self, rows: list[int], slices: list[Slice], window: int | None) -> Group:
@@ -203,20 +204,18 @@ class PagedAttention:
             for part in group.slices:
                 seen = keys[:, part.first - group.first : part.last - group.first]
                 if isinstance(part.tokens, slice):
-                    mask = self._biased(part.mask, plan.batch.positions[part.tokens], part.first)
-                    yield part.tokens, self._prefill(query[part.tokens], seen, mask)
+                    yield part.tokens, self._prefill(query[part.tokens], seen, self._biased(part))
                 else:
                     own = query if part.tokens is None else query.index_select(0, part.tokens)
                     yield part.tokens, self._decode(own, seen, part.mask)
 
-    def _biased(self, mask: Tensor, positions: Tensor, first: int) -> Tensor:
-        """The mask [1, 1, lines, S] of tokens at these positions; with a bias, for each head [Hq, 1, lines, S]."""
-        if self.bias is None:
-            return mask
-        lines = positions[torch.arange(mask.shape[2], device=mask.device).clamp_(max=len(positions) - 1)]
-        keys = torch.arange(first, first + mask.shape[3], device=mask.device)
-        apart = (keys - lines[:, None] + self.bias.shape[1] // 2).clamp_(0, self.bias.shape[1] - 1)
-        return (self.bias[:, None, apart] + mask).to(mask.dtype)
+    def _biased(self, part: Slice) -> Tensor:
+        """The mask [1, 1, lines, S]; with a bias, for each head [Hq, 1, lines, S]."""
+        if self.bias is None or part.places is None:
+            return part.mask
+        keys = torch.arange(part.first, part.last, device=part.mask.device)
+        apart = (keys - part.places[0, 0] + self.bias.shape[1] // 2).clamp_(0, self.bias.shape[1] - 1)
+        return (self.bias[:, None, apart] + part.mask).to(part.mask.dtype)
 
     def _decode(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
         """query [R, Hq, D], keys [R, S, 2, Hkv, D]: the query heads of a KV head form the lines of one product."""

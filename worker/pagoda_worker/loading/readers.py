@@ -101,7 +101,7 @@ def _encoder(reading: _Reading) -> LoadedModel:
     max_len = _max_len(reading, spec.max_positions, spec.max_positions)
     source = open_encoder_source(checkpoint, spec, config.quantization, dtype, ops)
     pooler = _encoder_pooler(reading, spec)
-    encoder = Encoder(spec, ops, source, dtype, max_len)
+    encoder = Encoder(spec, ops, source, dtype, max_len, pairs=reading.kind == CLASSIFY)
     weights = source.plain.formats.description
     return LoadedModel(
         model=RecordedReader(encoder, max(config.max_tokens_per_step, max_len)),
@@ -116,7 +116,7 @@ def _encoder(reading: _Reading) -> LoadedModel:
         batch_invariant=ops.batch_invariant,
         pooler=pooler,
         scratch=encoder.scratch,
-        second_place=spec.max_positions if encoder.num_types > 1 else 0,
+        second_place=encoder.second_place,
     )
 
 

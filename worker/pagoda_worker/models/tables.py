@@ -17,18 +17,18 @@ class TooManyPositions(ValueError):
 
 
 def rotary_tables(
-    shapes: Sequence[RopeShape], max_positions: int, device: torch.device, others: int = 0
+    shapes: Sequence[RopeShape], max_positions: int, device: torch.device, others: int = 0, *, copies: int = 1
 ) -> list[RotaryTable]:
-    """A table for each shape. `others`: bytes per position of further tables.
+    """A table for each shape, with `copies` of all positions. `others`: bytes per position of further tables.
 
     Raises:
         TooManyPositions: before anything is allocated.
     """
-    taken = max_positions * (others + sum(shape.bytes_per_position for shape in shapes))
+    taken = max_positions * (others + copies * sum(shape.bytes_per_position for shape in shapes))
     available = available_bytes(device)
     if taken > available * SHARE:
         raise TooManyPositions(
             f"position tables for {max_positions} tokens take {taken / GIB:.2f} GiB, more than {SHARE:.0%} of the "
             f"{available / GIB:.2f} GiB of available memory: lower max_model_len"
         )
-    return [RotaryTable(shape, max_positions, device) for shape in shapes]
+    return [RotaryTable(shape, max_positions, device, copies) for shape in shapes]
