@@ -98,12 +98,35 @@ def test_how_long_a_text_may_be(given: Any, found: int, tmp_path: Path) -> None:
         ([pooling(pooling_mode_strange=True)], True, "pooling_mode_strange"),
         ([pooling(pooling_mode="strange")], True, "strange"),
         ([pooling(pooling_mode_mean_tokens=True)], False, "last token only"),
-        ([("Dense", "2_Dense", {"activation_function": "torch.nn.Hardtanh"})], True, "Hardtanh"),
+        ([pooling(), ("Dense", "2_Dense", {"activation_function": "torch.nn.Hardtanh"})], True, "Hardtanh"),
+        ([pooling(), ("Dense", "2_Dense", {"module_input_name": "token_embeddings"})], True, "module_input_name"),
+        ([pooling(), ("Dense", "2_Dense", {"module_output_name": "other"})], True, "module_output_name"),
+        ([("Dense", "2_Dense", {}), pooling()], True, "Pooling must come once"),
+        ([pooling(), pooling()], True, "Pooling must come once"),
+        ([NORMALIZE], True, "Pooling must come once"),
+        ([], True, "Pooling must come once"),
+        ([pooling(), NORMALIZE, ("LayerNorm", "3_LayerNorm", {})], True, "after Normalize"),
+        ([pooling(), NORMALIZE, ("Dense", "3_Dense", {})], True, "after Normalize"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(modules: list[Any], whole: bool, said: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfig, match=said):
         embedder(write(tmp_path, *modules), 4, "cls", whole=whole)
+
+
+@pytest.mark.parametrize("kind", ["StaticEmbedding", "CLIPModel", "Router", "MLMTransformer", "Custom"])
+def test_what_reads_the_text_must_be_a_transformer(kind: str, tmp_path: Path) -> None:
+    write(tmp_path, pooling(), NORMALIZE)
+    listed = json.loads((tmp_path / "modules.json").read_text())
+    listed[0]["type"] = f"elsewhere.{kind}"
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    with pytest.raises(UnsupportedConfig, match=f"first module of type '{kind}'"):
+        embedder(tmp_path, 4, "cls", whole=True)
+
+
+def test_dropout_changes_nothing(tmp_path: Path) -> None:
+    layers = [("Dropout", "1_Dropout", {}), pooling(), ("Dropout", "2_Dropout", {}), NORMALIZE]
+    assert embedder(write(tmp_path, *layers), 4, "cls", whole=True).normalizes
 
 
 def test_a_dense_module_of_another_size_is_refused(tmp_path: Path) -> None:

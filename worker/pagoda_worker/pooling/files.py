@@ -66,28 +66,46 @@ def embedder(path: Path, hidden_size: int, default_way: str, whole: bool) -> Poo
         CheckpointError: a file or a tensor does not fit.
         UnsupportedConfig: a module or a way to pool is unknown.
     """
-    modules = read_modules(path)
+    modules = _followers(path)
     ways: tuple[str, ...] = (default_way,)
-    skips, normalizes = False, not modules
+    skips, normalizes = False, modules is None
     stages: list[Stage] = []
-    for module in modules[1:]:
-        kind, place = module["type"].rpartition(".")[2], path / module["path"]
+    if modules is not None:
+        _check_order([kind for kind, _ in modules])
+    for kind, place in modules or ():
         if kind == "Pooling":
             ways, skips = _pooling(read_json(place / "config.json"))
         elif kind == "Normalize":
             normalizes = True
-        elif kind in ("Dense", "LayerNorm"):
+        else:
             width = widest(stages, hidden_size * len(ways))
-            stages.append(_dense(place, width) if kind == "Dense" else _layer_norm(place))
-        elif kind != "Dropout":
-            raise UnsupportedConfig(f"{MODULES}: a module of type {kind[:64]!r} is not supported")
-        if normalizes and kind == "Dense":
-            raise UnsupportedConfig(f"{MODULES}: a Dense module after Normalize is not supported")
+            stages.append(_vector_dense(place, width) if kind == "Dense" else _layer_norm(place))
     if not whole and ways != ("last",):
         raise UnsupportedConfig(f"{MODULES}: decoders support pooling by the last token only, not {ways[0]}")
     outputs = (EMBED, TOKEN_EMBED) if whole and len(ways) == 1 else (EMBED,)
     width = widest(stages, hidden_size * len(ways))
     return Pooler(ways=ways, stages=tuple(stages), width=width, outputs=outputs, normalizes=normalizes, skips=skips)
+
+
+def _followers(path: Path) -> list[tuple[str, Path]] | None:
+    """Kind and folder of the modules after the transformer, without those that only act in training; None without the
+    file. Raises UnsupportedConfig if another kind of module reads the text."""
+    modules = [(one["type"].rpartition(".")[2], path / one["path"]) for one in read_modules(path)]
+    if not modules:
+        return None
+    if modules[0][0] != "Transformer":
+        raise UnsupportedConfig(f"{MODULES}: a first module of type {modules[0][0][:64]!r} is not supported")
+    return [(kind, place) for kind, place in modules[1:] if kind != "Dropout"]
+
+
+def _check_order(kinds: list[str]) -> None:
+    """Of the modules after the transformer of an embedding model. Raises UnsupportedConfig."""
+    if unknown := [kind for kind in kinds if kind not in ("Pooling", "Dense", "LayerNorm", "Normalize")]:
+        raise UnsupportedConfig(f"{MODULES}: a module of type {unknown[0][:64]!r} is not supported")
+    if kinds.count("Pooling") != 1 or kinds[0] != "Pooling":
+        raise UnsupportedConfig(f"{MODULES}: Pooling must come once, before all that follows the transformer")
+    if "Normalize" in kinds[:-1]:
+        raise UnsupportedConfig(f"{MODULES}: modules after Normalize are not supported")
 
 
 def _pooling(fields: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
@@ -110,13 +128,21 @@ def _pooling(fields: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
 def stages_of(path: Path, hidden_size: int) -> tuple[Stage, ...]:
     """The stages applied to token states where there is no Pooling. Raises as `embedder` does."""
     stages: list[Stage] = []
-    for module in read_modules(path)[1:]:
-        kind = module["type"].rpartition(".")[2]
+    for kind, place in _followers(path) or ():
         if kind == "Dense":
-            stages.append(_dense(path / module["path"], widest(stages, hidden_size)))
-        elif kind not in ("Normalize", "Dropout"):
+            stages.append(_dense(place, widest(stages, hidden_size)))
+        elif kind != "Normalize":
             raise UnsupportedConfig(f"{MODULES}: a module of type {kind[:64]!r} on token vectors is not supported")
     return tuple(stages)
+
+
+def _vector_dense(place: Path, inputs: int) -> Stage:
+    """A Dense module after Pooling. (PyLate's, on token vectors, is saved with names that it does not use.)"""
+    fields = read_json(place / "config.json")
+    for name in ("module_input_name", "module_output_name"):
+        if fields.get(name) not in (None, "sentence_embedding"):
+            raise UnsupportedConfig(f"Dense: {name}={str(fields[name])[:64]!r} is not supported")
+    return _dense(place, inputs)
 
 
 def _dense(place: Path, inputs: int) -> Stage:
