@@ -17,6 +17,7 @@ from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.pooling.params import CLASSIFY, EMBED, PoolingParams
 from pagoda_proto.steps import Chunk, NewRow, StepPlan, StepResult
+from pagoda_worker.checkpoints.checkpoint import CheckpointError
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading.readers import load_any_model
@@ -139,6 +140,8 @@ def test_heads_give_the_scores_of_transformers(family: str, more: dict[str, Any]
     [
         ("modernbert", "classifier_activation", "quick_gelu"),
         ("modernbert", "norm_eps", None),
+        ("modernbert", "classifier_pooling", "max"),
+        ("modernbert", "classifier_pooling", ["cls"]),
         ("bert", "classifier_activation", "relu"),
     ],
 )
@@ -147,6 +150,17 @@ def test_what_a_head_cannot_be_is_refused_by_its_field(family: str, field: str, 
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {field: odd}))
     with pytest.raises(UnsupportedConfig, match=field):
+        runner_of(tmp_path)
+
+
+@pytest.mark.parametrize("labels", [{"id2label": {"0": "yes"}}, {"num_labels": 2}])
+def test_a_head_with_other_scores_than_labels_is_refused(labels: dict[str, Any], tmp_path: Path) -> None:
+    save(tmp_path, "bert", "ForSequenceClassification", num_labels=3)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    for named in ("id2label", "label2id"):
+        fields.pop(named)
+    (tmp_path / "config.json").write_text(json.dumps(fields | labels))
+    with pytest.raises(CheckpointError, match="3 scores"):
         runner_of(tmp_path)
 
 

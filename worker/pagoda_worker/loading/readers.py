@@ -153,8 +153,8 @@ def _dtype(reading: _Reading, *, whole: bool) -> torch.dtype:
 def _encoder_pooler(reading: _Reading, spec: EncoderSpec) -> Pooler:
     fields, path = reading.fields, reading.path
     if reading.kind == CLASSIFY:
-        way, layers = str(fields.get("classifier_pooling", "cls")), heads.HEADS[family_of(encoder_architecture(fields))]
-        return heads.classifier(reading.checkpoint, layers, way, spec.hidden_size, fields)
+        layers = heads.HEADS[family_of(encoder_architecture(fields))]
+        return heads.classifier(reading.checkpoint, layers, heads.way_of(fields), spec.hidden_size, fields)
     late = read_late(path, fields)
     if late is not None:
         _check_reach(late, spec)

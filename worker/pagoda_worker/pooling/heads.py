@@ -68,13 +68,21 @@ def dense(checkpoint: Checkpoint, name: str, activation: str, inputs: int) -> De
     return Dense(weight, bias, activation)
 
 
+def way_of(fields: Mapping[str, Any]) -> str:
+    """How the head's input is pooled from an encoder's states. Raises UnsupportedConfig."""
+    way = fields.get("classifier_pooling", "cls")
+    if way not in ("cls", "mean"):
+        raise UnsupportedConfig(f"config.json: classifier_pooling={str(way)[:64]!r} is neither cls nor mean")
+    return str(way)
+
+
 def classifier(
     checkpoint: Checkpoint, layers: tuple[Layer, ...], way: str, hidden_size: int, fields: Mapping[str, Any]
 ) -> Pooler:
     """The pooler of a model with a head of these layers.
 
     Raises:
-        CheckpointError: a tensor of it is missing or misshapen.
+        CheckpointError: a tensor of it is missing or misshapen, or config.json counts other labels.
         UnsupportedConfig: config.json names an unknown activation.
     """
     stages: list[Stage] = []
@@ -85,6 +93,10 @@ def classifier(
         if layer.norm:
             weight, eps = tensor(checkpoint, f"{layer.norm}.weight"), _norm_eps(fields)
             stages.append(LayerNorm(weight, optional(checkpoint, f"{layer.norm}.bias"), eps))
+    named = fields.get("id2label")
+    counted = len(named) if isinstance(named, dict) else fields.get("num_labels", width)
+    if counted != width:
+        raise CheckpointError(checkpoint.path, [f"the head gives {width} scores, config.json has {counted} labels"])
     return Pooler(
         ways=(way,), stages=tuple(stages), width=width, outputs=(CLASSIFY,), activation=activation_of(fields, width)
     )
