@@ -153,13 +153,10 @@ def test_what_a_head_cannot_be_is_refused_by_its_field(family: str, field: str, 
         runner_of(tmp_path)
 
 
-@pytest.mark.parametrize("labels", [{"id2label": {"0": "yes"}}, {"num_labels": 2}])
-def test_a_head_with_other_scores_than_labels_is_refused(labels: dict[str, Any], tmp_path: Path) -> None:
+def test_a_head_with_other_scores_than_labels_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "bert", "ForSequenceClassification", num_labels=3)
     fields = json.loads((tmp_path / "config.json").read_text())
-    for named in ("id2label", "label2id"):
-        fields.pop(named)
-    (tmp_path / "config.json").write_text(json.dumps(fields | labels))
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"id2label": {"0": "yes"}}))
     with pytest.raises(CheckpointError, match="3 scores"):
         runner_of(tmp_path)
 

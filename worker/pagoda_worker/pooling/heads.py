@@ -94,9 +94,8 @@ def classifier(
             weight, eps = tensor(checkpoint, f"{layer.norm}.weight"), _norm_eps(fields)
             stages.append(LayerNorm(weight, optional(checkpoint, f"{layer.norm}.bias"), eps))
     named = fields.get("id2label")
-    counted = len(named) if isinstance(named, dict) else fields.get("num_labels", width)
-    if counted != width:
-        raise CheckpointError(checkpoint.path, [f"the head gives {width} scores, config.json has {counted} labels"])
+    if isinstance(named, dict) and len(named) != width:
+        raise CheckpointError(checkpoint.path, [f"the head gives {width} scores, config.json has {len(named)} labels"])
     return Pooler(
         ways=(way,), stages=tuple(stages), width=width, outputs=(CLASSIFY,), activation=activation_of(fields, width)
     )
