@@ -38,10 +38,11 @@ def found(model: str, **given: Any) -> list[Finding]:
 
 def test_windows_and_what_is_beyond_them_are_told_apart(tmp_path: Path) -> None:
     whole, local = 32768 * LINE, 5 * (512 // BLOCK + 2) * BLOCK * LINE
-    share = (whole + local) / (6 * whole)
+    share, least = (whole + local) / (6 * whole), whole + local + 5 * 2 * 512 * LINE
     assert [(one.state, one.what) for one in found(directory(tmp_path))] == [
         ("ok", f"model: a context of 32768 tokens takes {(whole + local) / 2**20:.1f} MiB, "
-               f"{share:.0%} of what it would take if every layer kept all tokens"),
+               f"{share:.0%} of what it would take if every layer kept all tokens; "
+               f"a cache for one, with chunks of its prompt, takes {least / 2**20:.1f} MiB"),
         ("ok", f"model: 1 layers keep all tokens: {whole / 2**20:.1f} MiB, {LINE / 2**10:.1f} KiB each"),
         ("ok", f"model: 5 layers keep the last 512 tokens of any context: {local / 2**20:.1f} MiB"),
     ]  # fmt: skip

@@ -66,7 +66,10 @@ def test_blocks_from_gib() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (config_of(num_blocks=31), r"992 tokens \(num_blocks=31, 2.0 KiB per token\), but max_model_len is 1024"),
+        (
+            config_of(num_blocks=31),
+            r"992 tokens \(num_blocks=31, one of 1024 takes 0.002 GiB\), but max_model_len is 1024",
+        ),
         (
             config_of(kv_cache_gib=0.001),
             "kv_cache_gib=0.001.*lower max_model_len, or raise kv_cache_gib or num_blocks",

@@ -108,11 +108,20 @@ def test_what_is_offered_holds_the_steps_that_an_engine_core_may_have_in_flight(
     assert KVGroup(num_blocks, one.kept).room_in_flight(32, LONG) >= MAX_STEPS_IN_FLIGHT
 
 
-def test_rows_eight_windows_long_exhaust_all_at_the_same_time() -> None:
+def test_rows_twelve_windows_long_exhaust_all_at_about_the_same_time() -> None:
     (model,) = settle(GEMMA, max_rows=10**4)
-    whole, kept = -(-8 * 1055 // 32), 33 + 2
+    whole, kept = -(-12 * 1055 // 32), 33 + 2
     for rows in (100, 1000):
-        assert 0 <= model.retentions[1].num_blocks(rows * whole) - rows * kept <= kept + 2 * 512 // 32 + 1
+        assert abs(model.retentions[1].num_blocks(rows * whole) - rows * kept) <= kept + 2 * 512 // 32
+
+
+@pytest.mark.parametrize(("window", "full", "layers"), [(512, 4, 26), (1024, 5, 34), (1024, 10, 62)])
+@pytest.mark.parametrize("contexts", [1, 2, 8, 32])
+def test_caches_for_long_contexts_of_gemma_3_take_a_quarter(window: int, full: int, layers: int, contexts: int) -> None:
+    """Of what they would take if every layer kept all tokens."""
+    (model,) = settle(Model((shape(window), shape(None)), max_model_len=32768), max_rows=256)
+    whole = contexts * 32768 // 32
+    assert full * whole + (layers - full) * model.retentions[1].num_blocks(whole) <= 0.25 * layers * whole
 
 
 def test_all_tables_together_take_the_memory_there_is() -> None:
@@ -145,6 +154,8 @@ def test_what_a_context_takes() -> None:
     one = 2 * 2 * 16 * 2  # bytes per token and layer
     assert bytes_of_row(model.kv_groups, model.retentions, LONG, 32) == one * (10 * LONG + 52 * 35 * 32)
     assert bytes_of_row(model.kv_groups, model.retentions, 64, 32) == one * 62 * 64
-    said = "a context of 32768 tokens takes"
-    assert context_cost(model, 32) == f"{said} 47.1 MiB, 19% of what it would take if every layer kept all tokens"
+    said, share = "a context of 32768 tokens takes", "19% of what it would take if every layer kept all tokens"
+    least = f"{one * (10 * LONG + 52 * (35 + 32) * 32) / 2**20:.1f} MiB"
+    cache = f"a cache for one, with chunks of its prompt, takes {least}"
+    assert context_cost(model, 32) == f"{said} 47.1 MiB, {share}; {cache}"
     assert context_cost(GEMMA, 32) == f"{said} 248.0 MiB"  # type: ignore[arg-type]

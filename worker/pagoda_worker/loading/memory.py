@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 from pagoda_worker.config import AUTO_SWAP_SPACE, WorkerConfig
 from pagoda_worker.device.available import GIB, host_available_bytes
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.loading.retention import KEEP_ALL, Retention, bytes_of_row
+from pagoda_worker.loading.retention import KEEP_ALL, Retention
 
 SHARE = 0.6
 CPU_CAP_BYTES = 4 * GIB
@@ -129,12 +129,12 @@ class _Kept(NamedTuple):
 
 
 def _too_few(kept: _Kept, blocks: int, max_len: int, source: str) -> str:
-    """Says that a row of the longest length takes more blocks than there are."""
-    per_token = bytes_of_row(kept.shapes, kept.retentions, max_len, kept.block_size) / max_len
-    row_tokens = kept.row_blocks(max_len) * kept.block_size
-    needed = f"a request needs {row_tokens}, " if kept.retentions[0].kept else ""
+    """Says that a row of the longest length takes more blocks than there are, and the size of a cache that holds it."""
+    row_blocks = kept.row_blocks(max_len)
+    needed = f"a request needs {row_blocks * kept.block_size}, " if kept.retentions[0].kept else ""
     holds = f"the KV cache holds {blocks * kept.block_size} tokens"
-    return f"{holds} ({source}, {needed}{per_token / 1024:.1f} KiB per token), but max_model_len is {max_len}"
+    takes = f"one of {max_len} takes {kept.bytes_of(row_blocks) / GIB:.3f} GiB"
+    return f"{holds} ({source}, {needed}{takes}), but max_model_len is {max_len}"
 
 
 def _named(config: WorkerConfig, kept: _Kept, on_cpu: bool, at_first: int) -> tuple[int, str]:

@@ -1,9 +1,9 @@
 """Which tokens layers keep: the K and V of all tokens, or of a sliding window.
 
 Layers that keep the same tokens share one of a row's block tables. The number of blocks of each table is decided once,
-at startup: beside the layers that keep most, the others get what a row eight windows long would use, so that such rows
-exhaust all tables at the same time, and no more than `max_rows` rows can use. A row of the longest allowed length
-always fits. So `num_blocks` remains one number, that of the first table.
+at startup: a row of the longest allowed length always fits, and of what is left, layers with a window get what a row
+twelve windows long would use beside the layers that keep most, so that such rows exhaust all tables at about the same
+time, but no more than `max_rows` rows can use. So `num_blocks` remains one number, that of the first table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
 
-MEAN_WINDOWS = 8
+MEAN_WINDOWS = 12
 STEPS_IN_FLIGHT, CHUNK_TOKENS = 2, 512
 """Each row has room for this many steps beyond its window, of this many tokens each; an engine core that would plan
 more plans as much as fits."""
@@ -31,19 +31,21 @@ class Retention:
 
     Attributes:
         row_blocks: Most that one row has at once, including its steps in flight.
-        extra, share: With n blocks in the first table, this table has `extra` + `share` * n, up to `most`.
+        first, extra, share: If the first table has `first` blocks, this one has `extra`; `share` more for each block
+            that the first has beyond that, up to `most`.
         most: Blocks that rows could use in all.
     """
 
     kept: int = 0
     row_blocks: int = sys.maxsize
+    first: int = 0
     extra: int = 0
     share: float = 1.0
     most: int = sys.maxsize
 
     def num_blocks(self, first: int) -> int:
         """Blocks of this table, if the first table has `first`; for the first table itself, `first`."""
-        return min(first, self.most, self.extra + math.ceil(first * self.share))
+        return min(first, self.most, self.extra + math.ceil(max(0, first - self.first) * self.share))
 
 
 KEEP_ALL = (Retention(),)
@@ -117,11 +119,14 @@ def context_cost(model: Keeping, block_size: int) -> str:
         for kept in (model.retentions, KEEP_ALL * len(model.retentions))
     )
     said = f"a context of {model.max_model_len} tokens takes {taken / 2**20:.1f} MiB"
-    return (
-        f"{said}, {taken / all_kept:.0%} of what it would take if every layer kept all tokens"
-        if taken < all_kept
-        else said
+    if taken == all_kept:
+        return said
+    first = min(-(-model.max_model_len // block_size), model.retentions[0].row_blocks)
+    least = sum(
+        shape.bytes_per_block(block_size) * model.retentions[shape.table].num_blocks(first) for shape in model.kv_groups
     )
+    share = f"{taken / all_kept:.0%} of what it would take if every layer kept all tokens"
+    return f"{said}, {share}; a cache for one, with chunks of its prompt, takes {least / 2**20:.1f} MiB"
 
 
 def _kept(config: WorkerConfig, model: Keeping, shape: KVShape, max_len: int) -> int:
@@ -157,6 +162,7 @@ def _retention(config: WorkerConfig, kept: int, max_len: int, first_row: int) ->
     return Retention(
         kept=kept,
         row_blocks=own + in_flight,
+        first=first_row,
         extra=own + in_flight,
         share=min(1.0, own / mean),
         most=config.max_rows * own + in_flight,
