@@ -12,6 +12,7 @@ from tests.worker.kernels.levels import levels
 
 from pagoda_worker.checkpoints.checkpoint import open_checkpoint, read_json
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
+from pagoda_worker.checkpoints.rope import RopeShape, inverse_frequencies
 from pagoda_worker.encoders.encoder import Encoder
 from pagoda_worker.encoders.families import encoder_spec
 from pagoda_worker.encoders.source import open_encoder_source
@@ -130,3 +131,24 @@ def test_an_encoder_that_does_not_see_both_ways_is_refused(field: str, tmp_path:
     save(tmp_path, "bert")
     with pytest.raises(UnsupportedConfig, match=f"{field}=True"):
         encoder_spec("BertModel", read_json(tmp_path / "config.json") | {field: True})
+
+
+def gte(**scaling: Any) -> RopeShape | None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 96}
+    scaled = {"rope_theta": 20000.0, "rope_scaling": {"type": "ntk", **scaling}}
+    return encoder_spec("NewModel", {"model_type": "new", "vocab_size": 120, **sizes, **scaled}).layers[0].rope
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0, 8.0])
+def test_a_gte_s_own_scaling_follows_its_formula(factor: float) -> None:
+    """Fixed NTK scaling, as its authors' code has it; no effect below 1."""
+    rope, factor = gte(factor=factor), max(1.0, factor)
+    assert rope is not None
+    expected = (20000 * factor) ** (-torch.arange(0, 16, 2).double() / 16) / factor ** (2 / 16)
+    torch.testing.assert_close(inverse_frequencies(rope).double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("scaling", "said"), [({}, "needs factor"), ({"factor": 2.0, "mixed_b": 0.6}, "mixed_b")])
+def test_a_gte_s_scaling_that_is_not_known_is_refused(scaling: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedConfig, match=said):
+        gte(**scaling)

@@ -248,7 +248,7 @@ def read_gte(config: ConfigReader) -> EncoderSpec:
     config.choice("logn_attention_scale", False)
     config.maybe("logn_attention_clip1", bool)
     positions = config.size("max_position_embeddings", 8192)
-    rope = _rotary(config, hidden // heads, 160_000.0, positions)
+    rope = _gte_rotary(config, hidden // heads, positions)
     names = Names(
         qkv=("attention.qkv_proj",), out="attention.o_proj", attention_norm="attn_ln",
         up=("mlp.up_gate_proj",), up_first=True, down="mlp.down_proj", mlp_norm="mlp_ln",
@@ -264,6 +264,23 @@ def read_gte(config: ConfigReader) -> EncoderSpec:
         up_bias=False,
         num_types=config.take("type_vocab_size", int, 1),
     )
+
+
+def _gte_rotary(config: ConfigReader, head_dim: int, longest: int) -> RopeShape:
+    """Published files may scale by the family's own kind, "ntk": theta times the factor, and frequencies divided by the
+    factor's power of 2 / `head_dim`. That is linear scaling with another theta."""
+    parameters = config.maybe("rope_parameters", dict) or config.maybe("rope_scaling", dict) or {}
+    theta = config.positive("rope_theta", 160_000.0)
+    if "ntk" not in (parameters.get("rope_type"), parameters.get("type")):
+        return _turned(parameters, head_dim, theta, longest)
+    reader = ConfigReader(parameters, "config.json: rope", ("rope_type", "type"))
+    factor, theta = reader.maybe_positive("factor"), reader.positive("rope_theta", theta)
+    reader.finish()
+    if factor is None:
+        raise UnsupportedConfig("config.json: rope type 'ntk' needs factor")
+    factor = max(1.0, factor)
+    linear = {"rope_type": "linear", "factor": factor ** (2 / head_dim)}
+    return _turned(linear, head_dim, theta * factor, longest)
 
 
 def read_modernbert(config: ConfigReader) -> EncoderSpec:
