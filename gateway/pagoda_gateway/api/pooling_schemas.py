@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pagoda_gateway.api.body import Body, Kept, Text, kind_of_prompts
 from pagoda_gateway.api.json_body import MAX_VALUES
 from pagoda_gateway.api.schemas import Label, Priority, Salt, TokenIds
+from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.pooling.params import OUTPUTS
 
 Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1)]
@@ -80,7 +81,8 @@ class ScoreRequest(Reading):
     def _as_many(self) -> ScoreRequest:
         first, second = ([text] if isinstance(text, str) else text for text in (self.text_1, self.text_2))
         if len(first) not in (1, len(second)):
-            raise ValueError(f"text_1 must have one text or as many as text_2 ({len(second)}), got {len(first)}")
+            message = f"must have one text or as many as text_2 ({len(second)}), got {len(first)}"
+            raise InvalidParams([Problem("text_1", message)])
         return self
 
 
@@ -96,7 +98,7 @@ class RerankRequest(Reading):
     top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     return_documents: bool | None = Field(None, description="true if absent, but at /v2/rerank")
     max_tokens_per_doc: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
-        None, description="the same as truncate_prompt_tokens"
+        None, description="keep only so many tokens of each document, its first ones, special tokens aside"
     )
     instruction: Text | None = Field(None, description="for models that judge by one")
     texts: Texts | None = None
@@ -108,14 +110,14 @@ class RerankRequest(Reading):
     @model_validator(mode="after")
     def _one_way(self) -> RerankRequest:
         if (self.documents is None) == (self.texts is None):
-            raise ValueError("give either documents or texts")
+            raise InvalidParams([Problem("documents", "give either documents or texts")])
         theirs = ("raw_scores", "return_text", "truncate", "truncation_direction")
         ours = ("top_n", "return_documents", "max_tokens_per_doc")
         for name in theirs if self.texts is None else ours:
             if getattr(self, name) is not None:
-                raise ValueError(f"{name} goes with {'texts' if self.texts is None else 'documents'}")
-        if self.truncate_prompt_tokens is not None and (self.truncate or self.max_tokens_per_doc is not None):
-            raise ValueError("truncate_prompt_tokens is given twice")
+                raise InvalidParams([Problem(name, f"goes with {'texts' if self.texts is None else 'documents'}")])
+        if self.truncate_prompt_tokens is not None and self.truncate:
+            raise InvalidParams([Problem("truncate", "truncate_prompt_tokens is given, too")])
         return self
 
 

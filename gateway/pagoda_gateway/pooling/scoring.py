@@ -8,9 +8,9 @@ from dataclasses import replace
 from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.pooling.inputs import Asked, Inputs
+from pagoda_gateway.pooling.asked import Asked, check_scores
+from pagoda_gateway.pooling.inputs import Entry, Inputs, named
 from pagoda_gateway.pooling.vectors import cosine, floats
-from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.pooling.kinds import CLASSIFY
 from pagoda_proto.pooling.params import EMBED, PoolingParams
 from pagoda_proto.records import RequestRecord
@@ -21,28 +21,30 @@ class Scoring:
 
     def __init__(self, ctx: GatewayContext, model: ServedModel, caller: Caller, asked: Asked) -> None:
         own = model.text.reading
+        check_scores(own, asked)
         self._both = bool(own.of_pairs)
-        if own.kind == CLASSIFY and len(model.text.reading.labels) != 1:
-            count = len(model.text.reading.labels)
-            message = f"{model.name!r} has {count} labels, and a score needs a model with one; use /classify"
-            raise InvalidParams([Problem("model", message)])
         pooling = PoolingParams(output=own.of_pairs) if self._both else PoolingParams(output=EMBED, normalize=True)
-        pooling = asked.pooling if own.kind == CLASSIFY else pooling
-        if own.kind != CLASSIFY and asked.pooling.activate is False:
-            raise InvalidParams(
-                [Problem("raw_scores", "need a model with a head for scores; this one makes embeddings")]
-            )
-        self._inputs = Inputs(ctx, model, caller, replace(asked, pooling=pooling))
+        self._asked = replace(asked, pooling=asked.pooling if own.kind == CLASSIFY else pooling)
+        self._inputs = Inputs(ctx, model, caller, self._asked)
         self._pairs: list[tuple[int, int]] = []
 
     async def records(self, queries: Sequence[str], documents: Sequence[str]) -> list[RequestRecord]:
         """A single query applies to all documents; several queries apply to one document each. Raises PagodaError."""
-        queries = list(queries) * (len(documents) if len(queries) == 1 else 1)
+        asked = self._asked
+        firsts = [Entry(one, (named(asked.first_param, i, len(queries)),)) for i, one in enumerate(queries)]
+        firsts *= len(documents) if len(queries) == 1 else 1
+        names = [named(asked.param, i, len(documents)) for i in range(len(documents))]
+        seconds = [Entry(one, (name,), asked.document) for one, name in zip(documents, names, strict=True)]
+        both = list(zip(firsts, seconds, strict=True))
         if self._both:
-            return await self._inputs.records(list(zip(queries, documents, strict=True)))
-        places = {text: at for at, text in enumerate(dict.fromkeys([*queries, *documents]))}  # each text is read once
-        self._pairs = [(places[q], places[d]) for q, d in zip(queries, documents, strict=True)]
-        return await self._inputs.records(list(places))
+            return await self._inputs.read([_together(*pair) for pair in both])
+        places: dict[tuple[tuple[str, ...], int | None], int] = {}  # each text is read once
+        unlike: list[Entry] = []
+        for one in (*firsts, *seconds):
+            if places.setdefault((one.texts, one.document), len(unlike)) == len(unlike):
+                unlike.append(one)
+        self._pairs = [(places[q.texts, q.document], places[d.texts, d.document]) for q, d in both]
+        return await self._inputs.read(unlike)
 
     def scores(self, found: Sequence[bytes]) -> list[float]:
         """One score per document."""
@@ -50,6 +52,11 @@ class Scoring:
             return [floats(data)[0] for data in found]
         vectors = [floats(data) for data in found]
         return [cosine(vectors[query], vectors[document]) for query, document in self._pairs]
+
+
+def _together(query: Entry, document: Entry) -> Entry:
+    (first,), (second,) = query.texts, document.texts
+    return Entry((first, second), query.params + document.params, document.document)
 
 
 def ranked(scores: Sequence[float], most: int | None) -> list[int]:

@@ -34,7 +34,7 @@ class Template:
     """How a pair is presented to a model that answers yes or no."""
 
     before: str
-    pair: str  # of instruction, query, document
+    pair: str  # of instruction, query and, at its end, document
     after: str
     instruction: str
 
@@ -181,72 +181,113 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
 Pair = tuple[str, str]
 
 
+class Cut(NamedTuple):
+    """How much is kept of texts: at most `keep` tokens with all special ones, and at most `document` of the last text's
+    own. Texts are cut at their ends, with `left` at their beginnings."""
+
+    keep: int | None = None
+    left: bool = False
+    document: int | None = None
+
+
+WHOLE = Cut()
+
+
+class NoRoom(ValueError):
+    """A cut would leave nothing of a text. `least`: the smallest `keep` that leaves a token of each."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"at least {least} tokens are needed")
+        self.least = least
+
+
 def tokens_of(  # noqa: PLR0913 - what a request may say
     own: ReadingText,
     tokenizer: Tokenizer,
     special: SpecialTokens,
     given: str | Pair,
+    cut: Cut = WHOLE,
     *,
-    keep: int | None = None,
-    left: bool = False,
+    prompt: str = "",
     add_special: bool = True,
     instruction: str | None = None,
     role: str | None = None,
     room: int = 0,
 ) -> Tokens:
-    """Tokens of a text, or of a pair in this model's form; see `encode`. `role` and `room` are for late interaction:
-    query or document, and how many tokens a pair may have."""
+    """Tokens of a text after its `prompt`, or of a pair in this model's form; see `encode`. `role` and `room` are for
+    late interaction: query or document, and how many tokens a pair may have. Raises NoRoom."""
     if own.late is not None and add_special:
-        return _late(own.late, tokenizer, given, keep, left=left, role=role, room=room)
+        return _late(own.late, tokenizer, given, cut, role=role, room=room)
     if isinstance(given, str):
-        return encode(tokenizer, given, None, keep=keep, left=left, special=add_special)
+        return encode(tokenizer, given, None, cut, special=add_special, prompt=prompt)
     if own.template is None:
-        return encode(tokenizer, *given, keep=keep, left=left, special=add_special)
+        return encode(tokenizer, *given, cut, special=add_special)
     asked = own.template.instruction if instruction is None else instruction
-    return templated(tokenizer, special, own.template, (asked, *given), keep)
+    return templated(tokenizer, special, own.template, (asked, *given), cut)
 
 
-def _late(  # noqa: PLR0913 - as above
-    late: LateText,
-    tokenizer: Tokenizer,
-    given: str | Pair,
-    keep: int | None,
-    *,
-    left: bool,
-    role: str | None,
-    room: int,
-) -> Tokens:
+def _late(late: LateText, tokenizer: Tokenizer, given: str | Pair, cut: Cut, *, role: str | None, room: int) -> Tokens:
     """Each text with its marker; in a truncated pair, the document gets the room that the query leaves."""
 
-    def read(text: str, keep: int | None) -> list[int]:
-        return encode(tokenizer, text, None, keep=None if keep is None else keep - 1, left=left).token_ids
+    def read(text: str, cut: Cut) -> list[int]:
+        return encode(tokenizer, text, None, cut, beside=1).token_ids
 
     if isinstance(given, str):
-        found = late.query(read(given, keep)) if role == QUERY else late.document(read(given, keep))
+        found = late.query(read(given, cut)) if role == QUERY else late.document(read(given, cut))
         return Tokens(found.token_ids, 0, found.unseen)
-    query = late.query(read(given[0], keep))
+    query = late.query(read(given[0], cut._replace(document=None)))
     start = len(query.token_ids)
-    document = late.document(read(given[1], None if keep is None else min(keep, room - start)))
+    left = None if cut.keep is None else min(cut.keep, room - start)
+    try:
+        document = late.document(read(given[1], cut._replace(keep=left)))
+    except NoRoom as error:
+        raise NoRoom(error.least if left == cut.keep else start + error.least) from error
     return Tokens(query.token_ids + document.token_ids, start, query.unseen)
 
 
-def encode(
-    tokenizer: Tokenizer, first: str, second: str | None, *, keep: int | None, left: bool = False, special: bool = True
+def encode(  # noqa: PLR0913 - as above
+    tokenizer: Tokenizer,
+    first: str,
+    second: str | None,
+    cut: Cut = WHOLE,
+    *,
+    special: bool = True,
+    prompt: str = "",
+    beside: int = 0,
 ) -> Tokens:
-    """Tokens of a text, or of a pair as the tokenizer combines them.
+    """Tokens of a text after its `prompt`, or of a pair as the tokenizer combines them.
 
-    `keep` is the most tokens: texts are cut at their ends, with `left` at their beginnings, the longer one of a pair
-    first; special tokens stay.
+    The longer one of a pair is cut first; special tokens and `beside` more that the caller adds stay. Raises NoRoom.
     """
-    texts = [first] if second is None else [first, second]
+    texts = [prompt + first] if second is None else [first, second]
     parts = tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # no offsets, which take as long as the rest
-    if keep is not None:
-        room = max(0, keep - (tokenizer.num_special_tokens_to_add(second is not None) if special else 0))
-        for part, length in zip(parts, _lengths([len(part.ids) for part in parts], room), strict=True):
-            part.truncate(length, direction="left" if left else "right")
+    if cut != WHOLE:
+        added = beside + (tokenizer.num_special_tokens_to_add(second is not None) if special else 0)
+        before = [] if cut.left or not prompt else tokenizer.encode(prompt, add_special_tokens=False).ids
+        leading = _num_shared(before, parts[0].ids)
+        for part, length in zip(parts, _kept([len(part.ids) for part in parts], cut, added, leading), strict=True):
+            part.truncate(length, direction="left" if cut.left else "right")
     other = parts[1] if second is not None else None
     whole: Encoding = tokenizer.post_process(parts[0], other, add_special_tokens=special)
     return Tokens(whole.ids, whole.type_ids.index(1) if second is not None and 1 in whole.type_ids else 0)
+
+
+def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning: the tokens of a text's beginning, but for a last one that goes on beyond it."""
+    return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+
+
+def _kept(lengths: list[int], cut: Cut, added: int, leading: int) -> list[int]:
+    """How many tokens each text keeps, beside `added` ones; the first `leading` ones precede the text itself. Raises
+    NoRoom."""
+    if cut.document is not None:
+        lengths = [*lengths[:-1], min(lengths[-1], cut.document + (leading if len(lengths) == 1 else 0))]
+    if cut.keep is None:
+        return lengths
+    kept = _lengths(lengths, max(0, cut.keep - added))
+    if added > cut.keep or any(now < before and now <= leading for before, now in zip(lengths, kept, strict=True)):
+        raise NoRoom(added + leading + len(lengths))
+    return kept
 
 
 def _lengths(lengths: list[int], room: int) -> list[int]:
@@ -261,15 +302,21 @@ def _lengths(lengths: list[int], room: int) -> list[int]:
 
 
 def templated(
-    tokenizer: Tokenizer, special: SpecialTokens, template: Template, texts: tuple[str, str, str], keep: int | None
+    tokenizer: Tokenizer,
+    special: SpecialTokens,
+    template: Template,
+    texts: tuple[str, str, str],
+    cut: Cut = WHOLE,
 ) -> Tokens:
-    """Tokens of instruction, query and document in `template`; special tokens spelled out in them are plain text. With
-    `keep`, the document is cut at its end."""
+    """Tokens of instruction, query and document in `template`; special tokens spelled out in them are plain text. Only
+    the document is cut, at its end. Raises NoRoom."""
     around = tokenizer.encode_batch_fast([template.before, template.after], add_special_tokens=False)
     before, after = (part.ids for part in around)
     instruction, query, document = texts
-    pair = template.pair.format(instruction=instruction, query=query, document=document)
-    middle = special.encode(special.marked(pair))
-    if keep is not None:
-        middle = middle[: max(0, keep - len(before) - len(after))]
+    opening = template.pair.format(instruction=instruction, query=query, document="")
+    middle = special.encode(special.marked(opening + document))
+    if cut != WHOLE:
+        leading = _num_shared(special.encode(special.marked(opening)), middle)
+        (length,) = _kept([len(middle)], cut, len(before) + len(after), leading)
+        middle = middle[:length]
     return Tokens([*before, *middle, *after])

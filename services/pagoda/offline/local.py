@@ -155,17 +155,23 @@ class Local:
 
     def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, if given as text, and its tokens. Raises InvalidParams if it is not a prompt."""
-        if isinstance(prompt, str):
-            return prompt, self.text.encode(prompt)
-        if isinstance(prompt, Mapping):
-            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
-                message = f"a prompt object must have either prompt or prompt_token_ids, got {sorted(prompt)}"
-                raise InvalidParams([Problem("prompt", message)])
-            (value,) = prompt.values()
-            return self.read(value)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
-            raise InvalidParams([Problem("prompt", "must be text or a list of token ids")])
-        return None, list(prompt)
+        given = content_of(prompt)
+        return (given, self.text.encode(given)) if isinstance(given, str) else (None, given)
+
+
+def content_of(prompt: Prompt) -> str | list[int]:
+    """A prompt's text or token ids. Raises InvalidParams if it is not a prompt."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping):
+        if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+            message = f"a prompt object must have either prompt or prompt_token_ids, got {sorted(prompt)}"
+            raise InvalidParams([Problem("prompt", message)])
+        (value,) = prompt.values()
+        return content_of(value)
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        raise InvalidParams([Problem("prompt", "must be text or a list of token ids")])
+    return list(prompt)
 
 
 def _spelt(options: Mapping[str, Any]) -> dict[str, Any]:

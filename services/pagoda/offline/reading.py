@@ -5,14 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
-from msgspec.structs import replace
-
-from pagoda.offline.local import Local, Prompt, as_list, failure
+from pagoda.offline.local import Local, Prompt, as_list, content_of, failure
 from pagoda.processes.garbage import fewer_collections
+from pagoda_gateway.pooling.asked import Asked, Reading, check_scores
 from pagoda_gateway.pooling.vectors import cosine, floats, of_tokens
-from pagoda_gateway.text.reading import Pair, Tokens, tokens_of
+from pagoda_gateway.text.reading import Pair
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.pooling.kinds import CLASSIFY
 from pagoda_proto.pooling.params import EMBED, TOKEN_EMBED, PoolingParams, check_pooling
@@ -103,8 +103,7 @@ class Reads:
         self, prompts: Any, params: PoolingParams | Sequence[PoolingParams] | None, task: str | None, keep: int | None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         given = as_list(prompts)
-        output = task or self.local.text.reading.output
-        params = PoolingParams(output=output) if params is None else params
+        params = PoolingParams(output=task or self.local.text.reading.output) if params is None else params
         several = [params] * len(given) if isinstance(params, PoolingParams) else list(params)
         if len(several) != len(given):
             message = f"must be one for all prompts or one for each, got {len(several)} for {len(given)}"
@@ -139,6 +138,7 @@ class Reads:
         if len(queries) not in (1, len(documents)):
             message = f"must have one text or as many as data_2 ({len(documents)}), got {len(queries)}"
             raise InvalidParams([Problem("data_1", message)])
+        check_scores(self.local.text.reading, Asked(param="data_2", pooling=PoolingParams()))
         queries *= len(documents) if len(queries) == 1 else 1
         output = self.local.text.reading.of_pairs
         if not output:
@@ -159,32 +159,28 @@ class Reads:
         self, given: Sequence[Prompt | Pair], params: Sequence[PoolingParams], keep: int | None
     ) -> list[ReadRequest]:
         opened, errors = [], {}
+        checked = cache(partial(self._checked, keep))
         for index, (prompt, one) in enumerate(zip(given, params, strict=True)):
             try:
-                opened.append(self._open(prompt, one, keep))
+                opened.append(self._open(prompt, checked(one)))
             except PagodaError as error:
                 errors[index] = error
         if errors:
             raise failure(errors)
         return opened
 
-    def _open(self, prompt: Prompt | Pair, params: PoolingParams, keep: int | None) -> ReadRequest:
+    def _checked(self, keep: int | None, params: PoolingParams) -> Reading:
+        asked = Asked(param="the prompt", pooling=params, keep=keep)
+        return Reading.checked(self.local.text, self.local.limits, asked)
+
+    def _open(self, prompt: Prompt | Pair, reading: Reading) -> ReadRequest:
         """Raises PagodaError if the prompt or the parameters do not fit the model."""
-        text, local = self.local.text, self.local
-        keep = local.limits.max_model_len if keep == -1 else keep
-        if isinstance(prompt, str | tuple):
-            own, name = text.reading, text.reading.default_prompt
-            given = own.prompts[name] + prompt if name and isinstance(prompt, str) else prompt
-            tokens = tokens_of(own, text.tokenizer, text.special, given, keep=keep, room=local.limits.max_model_len)
-        else:
-            tokens = Tokens(local.read(prompt)[1])
-        asked = replace(
-            params,
-            second_start=tokens.second_start or params.second_start,
-            unseen=tokens.unseen or params.unseen,
-        )
-        check_pooling(asked, tokens.token_ids, local.limits, local.readings)
+        local = self.local
+        given = prompt if isinstance(prompt, tuple) else content_of(prompt)
+        tokens = reading.ids(given) if isinstance(given, list) else reading.tokens(given)
+        params = reading.params(given, tokens)
+        check_pooling(params, tokens.token_ids, local.limits, local.readings)
         record = RequestRecord(
-            request_id=secrets.token_hex(16), prompt_token_ids=tokens.token_ids, task=Pool(pooling=asked)
+            request_id=secrets.token_hex(16), prompt_token_ids=tokens.token_ids, task=Pool(pooling=params)
         )
         return ReadRequest(record)

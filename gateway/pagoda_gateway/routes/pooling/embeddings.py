@@ -14,11 +14,13 @@ from pagoda_gateway.api.pooling_answers import ClassifyAnswer, EmbeddingsAnswer,
 from pagoda_gateway.api.pooling_schemas import ClassifyRequest, EmbeddingsRequest, EmbedRequest, PoolingRequest
 from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.pooling.inputs import Asked, Inputs
+from pagoda_gateway.pooling.asked import Asked
+from pagoda_gateway.pooling.inputs import Inputs
 from pagoda_gateway.pooling.vectors import BASE64, floats, of_tokens, shown
 from pagoda_gateway.routes.body import json_response
 from pagoda_gateway.routes.described import endpoint
 from pagoda_gateway.routes.pooling.answering import Place, as_list, asking, given, listed
+from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.pooling.kinds import CLASSIFY, EMBED
 from pagoda_proto.pooling.params import TOKEN_EMBED, PoolingParams
 from pagoda_proto.records import RequestRecord
@@ -75,6 +77,9 @@ def _add_pooling(routes: APIRouter, ctx: GatewayContext) -> None:
     async def pooling(request: Request) -> Response:
         async with asking(ctx, request, PoolingRequest, EMBED, CLASSIFY) as (body, place):
             output = body.task or place.model.text.reading.output
+            if body.activation is not None and output != CLASSIFY:
+                message = f"applies to scores only, but the output is {output}"
+                raise InvalidParams([Problem("activation", message)])
             asked = PoolingParams(
                 output=output,
                 normalize=body.normalize,
@@ -126,6 +131,7 @@ def _add_embed(routes: APIRouter, ctx: GatewayContext) -> None:
                 param="inputs",
                 pooling=PoolingParams(output=EMBED, normalize=body.normalize, dimensions=body.dimensions or 0),
                 keep=-1 if body.truncate else None,
+                keep_param="truncate",
                 left=(body.truncation_direction or "").lower() == "left",
                 prompt_name=body.prompt_name,
             )

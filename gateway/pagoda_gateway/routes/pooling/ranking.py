@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,7 +13,7 @@ from pagoda_gateway.api.encoding import encoded
 from pagoda_gateway.api.pooling_answers import RerankAnswers, ScoreAnswer
 from pagoda_gateway.api.pooling_schemas import Document, RerankRequest, ScoreRequest
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.pooling.inputs import Asked
+from pagoda_gateway.pooling.asked import Asked
 from pagoda_gateway.pooling.scoring import Scoring, ranked
 from pagoda_gateway.routes.body import json_response
 from pagoda_gateway.routes.described import endpoint
@@ -39,17 +40,18 @@ def _add_score(routes: APIRouter, ctx: GatewayContext, path: str) -> None:
     @endpoint(routes, path, summary, ScoreAnswer, request=ScoreRequest, name=_name(path))
     async def score(request: Request) -> Response:
         async with asking(ctx, request, ScoreRequest, CLASSIFY, EMBED) as (body, place):
-            asked = _asked(body, "text_2", body.truncate_prompt_tokens, body.activation)
+            asked = _asked(body, "text_1", "text_2", body.activation)
             records, scores = await _scored(place, asked, as_list(body.text_1), as_list(body.text_2))
             data = ({"index": i, "object": "score", "score": one} for i, one in enumerate(scores))
             return json_response(await listed(place, "score", data, 1, records))
 
 
-def _asked(body: ScoreRequest | RerankRequest, param: str, keep: int | None, activate: bool | None) -> Asked:
+def _asked(body: ScoreRequest | RerankRequest, first: str, second: str, activate: bool | None) -> Asked:
     return Asked(
-        param=param,
+        first_param=first,
+        param=second,
         pooling=PoolingParams(output=CLASSIFY, activate=activate),
-        keep=keep,
+        keep=body.truncate_prompt_tokens,
         instruction=body.instruction,
         priority=body.priority,
         cache_salt=body.cache_salt,
@@ -75,8 +77,8 @@ def _add_rerank(routes: APIRouter, ctx: GatewayContext, path: str) -> None:
 
 
 async def _rank(place: Place, body: RerankRequest, documents: list[str], path: str) -> dict[str, Any]:
-    keep = body.max_tokens_per_doc if body.truncate_prompt_tokens is None else body.truncate_prompt_tokens
-    records, scores = await _scored(place, _asked(body, "documents", keep, None), [body.query], documents)
+    asked = replace(_asked(body, "query", "documents", None), document=body.max_tokens_per_doc)
+    records, scores = await _scored(place, asked, [body.query], documents)
     shows = path != COHERE if body.return_documents is None else body.return_documents
     results = [
         {"index": i, "relevance_score": scores[i]} | ({"document": {"text": documents[i]}} if shows else {})
@@ -88,8 +90,9 @@ async def _rank(place: Place, body: RerankRequest, documents: list[str], path: s
 
 
 async def _rank_texts(place: Place, body: RerankRequest, texts: list[str]) -> list[dict[str, Any]]:
-    keep = -1 if body.truncate else body.truncate_prompt_tokens
-    asked = _asked(body, "texts", keep, False if body.raw_scores else None)
+    asked = replace(_asked(body, "query", "texts", False if body.raw_scores else None), raw_param="raw_scores")
+    if body.truncate:
+        asked = replace(asked, keep=-1, keep_param="truncate")
     _, scores = await _scored(place, asked, [body.query], texts)
     return [
         {"index": i, "score": scores[i]} | ({"text": texts[i]} if body.return_text else {})

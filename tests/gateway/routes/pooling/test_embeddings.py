@@ -112,6 +112,20 @@ async def test_prompts_of_the_models_files_go_before_texts(tmp_path: Path) -> No
     assert (pooling_of(gateway, 0).skip, pooling_of(gateway, 1).skip) == (3, 0)
     param, message = await refused(gateway, "/v1/embeddings", input="a", prompt_name="x")
     assert (param, "d, q" in message) == ("prompt_name", True)
+    param, message = await refused(gateway, "/v1/embeddings", input="a b", truncate_prompt_tokens=4)
+    assert (param, "5 are needed" in message) == ("truncate_prompt_tokens", True)
+
+
+async def test_a_prompt_does_not_go_before_token_ids(tmp_path: Path) -> None:
+    root = write_reader_dir(tmp_path)
+    prompts = {"prompts": {"q": "query : "}, "default_prompt_name": "q"}
+    (root / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    gateway = Gateway(root, reads(X))
+    assert (await post(gateway, "/v1/embeddings", input=[[CLS, A, B, A, SEP], [CLS, A, SEP]]))[0] == 200
+    assert [pooling_of(gateway, i).skip for i in range(2)] == [0, 0]
+    for given in ([CLS, A, SEP], [[CLS, A, SEP]]):
+        param, message = await refused(gateway, "/v1/embeddings", input=given, prompt_name="q")
+        assert (param, "token ids" in message) == ("prompt_name", True)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +137,7 @@ async def test_prompts_of_the_models_files_go_before_texts(tmp_path: Path) -> No
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "a", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens"),
+        ({"input": ["a", "a b"], "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
         ({"input": "a", "priority": -5}, "priority"),
         ({"input": ["a", 3]}, "input[1]"),
         ({"input": "a", "stream": True}, "stream"),
@@ -211,6 +226,7 @@ async def test_pooling_gives_what_the_model_is_for(tmp_path: Path) -> None:
     assert answer["data"] == [{"index": 0, "object": "pooling", "data": [X, Y, X]}]
     await post(gateway, "/pooling", input="a")
     assert [pooling_of(gateway, i).output for i in range(2)] == ["token_embed", "embed"]
+    assert (await refused(gateway, "/pooling", input="a", activation=False))[0] == "activation"
 
 
 async def test_labels_come_with_their_shares(tmp_path: Path) -> None:
