@@ -78,6 +78,9 @@ class Readings(msgspec.Struct, frozen=True):
     width: int = 0
 
 
+GENERATES = Problem("task", "this model generates text; it has no embeddings and no scores")
+
+
 def check_pooling(
     params: PoolingParams, prompt_token_ids: Sequence[int], limits: ModelLimits, readings: Readings
 ) -> None:
@@ -98,7 +101,7 @@ def _model_problems(
     params: PoolingParams, ids: Sequence[int], limits: ModelLimits, readings: Readings
 ) -> Iterator[Problem]:
     if not readings.outputs:
-        yield Problem("task", "this model generates text; it has no embeddings and no scores")
+        yield GENERATES
     elif params.output not in readings.outputs:
         yield Problem("task", f"this model gives {' and '.join(readings.outputs)}, not {params.output}")
     yield from _late_problems(params, len(ids), readings)

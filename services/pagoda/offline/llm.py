@@ -180,8 +180,8 @@ class LLM:
         pooling_task: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The model's output for each prompt: `pooling_task` is embed, token_embed or classify; if None, what the model
-        is for. Raises as `embed` does."""
+        """The model's output for each prompt: `pooling_task` is embed, token_embed or classify; if None, what
+        `pooling_params` say, or what the model is for. Raises as `embed` does, and if the two differ."""
         return self._reads(use_tqdm).encode(prompts, pooling_params, pooling_task, truncate_prompt_tokens)
 
     def classify(

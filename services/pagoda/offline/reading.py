@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
+from msgspec.structs import replace
+
 from pagoda.offline.local import Local, Prompt, as_list, content_of, failure
 from pagoda.processes.garbage import fewer_collections
 from pagoda_gateway.pooling.asked import Asked, Reading, check_scores
@@ -15,7 +17,7 @@ from pagoda_gateway.pooling.vectors import cosine, floats, of_tokens
 from pagoda_gateway.text.reading import Pair
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.pooling.kinds import CLASSIFY
-from pagoda_proto.pooling.params import EMBED, TOKEN_EMBED, PoolingParams, check_pooling
+from pagoda_proto.pooling.params import EMBED, GENERATES, TOKEN_EMBED, PoolingParams, check_pooling
 from pagoda_proto.records import Delta, FinishReason, Pool, RequestRecord
 
 T = TypeVar("T")
@@ -103,11 +105,14 @@ class Reads:
         self, prompts: Any, params: PoolingParams | Sequence[PoolingParams] | None, task: str | None, keep: int | None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         given = as_list(prompts)
+        if not self.local.readings.outputs:
+            raise InvalidParams([GENERATES])
         params = PoolingParams(output=task or self.local.text.reading.output) if params is None else params
         several = [params] * len(given) if isinstance(params, PoolingParams) else list(params)
         if len(several) != len(given):
             message = f"must be one for all prompts or one for each, got {len(several)} for {len(given)}"
             raise InvalidParams([Problem("pooling_params", message)])
+        several = [_for_task(one, task) for one in several]
         done = self.run(self._opened(given, several, keep))
         return [one.shown(PoolingOutput(self._data(one, how))) for one, how in zip(done, several, strict=True)]
 
@@ -122,6 +127,9 @@ class Reads:
         self, prompts: Any, params: PoolingParams | None, keep: int | None
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         given = as_list(prompts)
+        if params is not None and params.output != EMBED:
+            message = f"embed makes one vector of each prompt; use encode for {params.output}"
+            raise InvalidParams([Problem("pooling_params", message)])
         done = self.run(self._opened(given, [params or PoolingParams()] * len(given), keep))
         return [one.shown(EmbeddingOutput(floats(one.data))) for one in done]
 
@@ -184,3 +192,13 @@ class Reads:
             request_id=secrets.token_hex(16), prompt_token_ids=tokens.token_ids, task=Pool(pooling=params)
         )
         return ReadRequest(record)
+
+
+def _for_task(params: PoolingParams, task: str | None) -> PoolingParams:
+    """Raises InvalidParams if `params` state another output; the default one is not stated."""
+    if task is None or params.output == task:
+        return params
+    if params.output != EMBED:
+        message = f"is {task[:64]!a}, but the output in pooling_params is {params.output}"
+        raise InvalidParams([Problem("pooling_task", message)])
+    return replace(params, output=task)

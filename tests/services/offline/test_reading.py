@@ -95,6 +95,25 @@ def test_only_learned_dimensions_are_given(embedder: tuple[LLM, torch.nn.Module]
     assert llm.embed("a", pooling_params=PoolingParams(dimensions=16))[0].outputs.hidden_size == 16
 
 
+def test_a_task_is_what_is_made(embedder: tuple[LLM, torch.nn.Module], judge: tuple[LLM, torch.nn.Module]) -> None:
+    llm, _ = embedder
+    wanted = llm.encode("a b", PoolingParams(output="token_embed"))[0].outputs.data
+    assert llm.encode("a b", PoolingParams(), pooling_task="token_embed")[0].outputs.data == wanted
+    with pytest.raises(PagodaError, match="the output in pooling_params is token_embed") as error:
+        llm.encode("a b", PoolingParams(output="token_embed"), pooling_task="embed")
+    assert error.value.param == "pooling_task"
+    with pytest.raises(PagodaError, match="use encode for token_embed") as error:
+        llm.embed("a b", pooling_params=PoolingParams(output="token_embed"))
+    assert error.value.param == "pooling_params"
+
+
+def test_a_model_that_generates_says_so() -> None:
+    with LLM("") as llm:
+        for call in (llm.encode, llm.embed, llm.classify):
+            with pytest.raises(PagodaError, match="this model generates text; it has no embeddings"):
+                call("a")
+
+
 def test_a_score_is_of_one_label(tmp_path: Path) -> None:
     llm, _ = loaded(tmp_path, "ForSequenceClassification", num_labels=3)
     with pytest.raises(PagodaError, match="has 3 labels"):
