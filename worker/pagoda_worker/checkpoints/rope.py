@@ -150,7 +150,8 @@ class RotaryTable:
             angles, rows = positions[:, None] * frequencies, slice(start, start := start + len(positions))
             for table, values in ((self._cos, angles.cos()), (self._sin, angles.sin())):
                 table[rows, :turning] = values if shape.magnitude == 1.0 else values * shape.magnitude
-        self._cos, self._sin = self._cos.repeat(copies, 1), self._sin.repeat(copies, 1)
+        if copies > 1:
+            self._cos, self._sin = self._cos.repeat(copies, 1), self._sin.repeat(copies, 1)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """positions [T] int64."""
