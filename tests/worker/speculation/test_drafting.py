@@ -26,7 +26,7 @@ from tests.worker.fakes_model import (
     fake_runner,
     new_row,
 )
-from tests.worker.models.checkpoints import NATIVE, make_model, save
+from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, save
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
@@ -486,6 +486,23 @@ def test_a_draft_model_must_go_with_the_model(path: Path, tmp_path: Path, change
     config = config_of(path, changed(path, tmp_path / "draft", **changes))
     with pytest.raises(ValueError, match=f"^draft_model .*{complaint}"):
         load_draft_model(config, load_model(config))
+
+
+def test_a_draft_model_considers_no_more_tokens_than_there_are(path: Path) -> None:
+    target = load_model(config_of(path, path))
+    draft = load_draft_model(config_of(path, path, draft_vocab_size=256), target)
+    assert draft is not None
+    assert draft.vocab_size == 256
+    with pytest.raises(ValueError, match=r"^draft_vocab_size=257 exceeds the model's vocabulary of 256 tokens"):
+        load_draft_model(config_of(path, path, draft_vocab_size=257), target)
+
+
+def test_a_draft_model_through_transformers_considers_all_tokens(path: Path, tmp_path: Path) -> None:
+    fallback = save(make_model(*FALLBACK["phi"]), tmp_path / "draft", torch.bfloat16)
+    target = load_model(config_of(path, fallback))
+    assert load_draft_model(config_of(path, fallback), target) is not None
+    with pytest.raises(ValueError, match=r"^draft_model .*: draft_vocab_size=100: models that run through"):
+        load_draft_model(config_of(path, fallback, draft_vocab_size=100), target)
 
 
 def test_a_block_is_paid_for_in_both_caches(path: Path, tmp_path: Path) -> None:

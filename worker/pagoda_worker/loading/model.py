@@ -125,7 +125,7 @@ def load_model(
         dtype = run_dtype(config.dtype, fields, checkpoint.dtype(), device)
         ops = chosen_ops(config, device, decoder_needs(config, dtype, spec))
         if spec is None:
-            made = _through_transformers(config, checkpoint, ops, dtype)
+            made = _through_transformers(config, checkpoint, ops, dtype, head_size)
         else:
             spelled = as_spelled(spec, checkpoint.entries)
             made = _natively(config, spelled, layout, checkpoint, ops, dtype, head_size)
@@ -233,10 +233,10 @@ def _most_bytes(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder) -> in
     return decoder.adapter_bytes(ranks, {one.name for one in places.whole.values() if len(one.shape) == 1})
 
 
-def _through_transformers(config: WorkerConfig, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype) -> _Made:
-    _refuse_quantised_cache(config)
-    if config.takes_adapters:
-        raise UnsupportedConfig("lora_modules, lora_dir: models that run through transformers do not support adapters")
+def _through_transformers(
+    config: WorkerConfig, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, head_size: int | None
+) -> _Made:
+    _refuse_native_options(config, head_size)
     from pagoda_worker.models.fallback import TransformersModel
 
     model = TransformersModel(checkpoint.path, ops, dtype, checkpoint)
@@ -281,8 +281,15 @@ def chosen_ops(config: WorkerConfig, device: torch.device, needs: Needs) -> Ops:
     return ops
 
 
-def _refuse_quantised_cache(config: WorkerConfig) -> None:
-    """The fallback checks itself against transformers, which does not round keys and values."""
+def _refuse_native_options(config: WorkerConfig, head_size: int | None) -> None:
+    """Refuse options that the fallback lacks: transformers' own code, against which it checks itself, has none of
+    them."""
+    if config.takes_adapters:
+        raise UnsupportedConfig("lora_modules, lora_dir: models that run through transformers do not support adapters")
+    if head_size is not None:
+        raise UnsupportedConfig(
+            f"draft_vocab_size={head_size}: models that run through transformers consider all tokens; leave it out"
+        )
     if config.kv_cache_dtype != "auto":
         raise UnsupportedConfig(
             f"kv_cache_dtype={config.kv_cache_dtype}: models that run through transformers support only auto"

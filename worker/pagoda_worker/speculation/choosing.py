@@ -22,10 +22,15 @@ def load_draft_model(config: WorkerConfig, target: LoadedModel, progress: Progre
     """Load the draft model, if one is configured.
 
     Raises:
-        ValueError: it cannot be loaded, or does not match the target; the message begins with `draft_model`.
+        ValueError: it cannot be loaded, or it or `draft_vocab_size` does not match the target; the message begins with
+            the option at fault.
     """
     if not config.draft_model:
         return None
+    if config.draft_vocab_size > target.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size={config.draft_vocab_size} exceeds the model's vocabulary of {target.vocab_size} tokens"
+        )
     try:
         plain = replace(config, model=config.draft_model, lora_modules="", lora_dir="")
         plain = replace(plain, max_model_len=target.max_model_len)
