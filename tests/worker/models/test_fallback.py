@@ -206,6 +206,16 @@ def test_layers_that_are_not_plain_attention(model_type: str, message: str, tmp_
         load_model(WorkerConfig(model=str(path), dtype="float32", kernels="torch"))
 
 
+def test_what_runs_in_no_way_is_told_why_not_in_either(tmp_path: Path) -> None:
+    alibi = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+    path = save(make_model("falcon", alibi), tmp_path)
+    with pytest.raises(UnsupportedConfig, match=r"0 of 3 layers use plain attention; .*not supported natively: alibi"):
+        load_model(WorkerConfig(model=str(path), dtype="float32", kernels="torch"))
+    config = WorkerConfig(model=str(small_llama(tmp_path / "llama")), kv_cache_dtype="int8", kernels="torch")
+    with pytest.raises(UnsupportedConfig, match=r"^kv_cache_dtype=int8: .*not supported natively: unheard_of"):
+        load_model(config)
+
+
 def test_granite_with_layers_of_mamba_is_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kinds = {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 80}
     path = save(make_model("granitemoehybrid", kinds), tmp_path)

@@ -120,12 +120,15 @@ def load_model(
     fields = read_config(path)
     _refuse_hopeless(fields)
     config, device = settled(config)
-    spec, layout = _what_to_load(config, fields)
+    spec, layout, reason = _what_to_load(config, fields)
     with opened(path, progress) as checkpoint:
         dtype = run_dtype(config.dtype, fields, checkpoint.dtype(), device)
         ops = chosen_ops(config, device, decoder_needs(config, dtype, spec))
         if spec is None:
-            made = _through_transformers(config, checkpoint, ops, dtype, head_size)
+            try:
+                made = _through_transformers(config, checkpoint, ops, dtype, head_size)
+            except UnsupportedConfig as error:
+                raise UnsupportedConfig(f"{error}; it does not run natively: {reason}") from error
         else:
             spelled = as_spelled(spec, checkpoint.entries)
             made = _natively(config, spelled, layout, checkpoint, ops, dtype, head_size)
@@ -308,8 +311,9 @@ def _refuse_hopeless(fields: dict[str, Any]) -> None:
         raise UnsupportedConfig(f"config.json: architecture {shown(name)} has a head that is not supported")
 
 
-def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[DecoderSpec | None, Layout | None]:
-    """The spec of a natively supported model (None: run it through transformers), and how its matrices are quantised.
+def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[DecoderSpec | None, Layout | None, str]:
+    """The spec of a natively supported model (None: run it through transformers), how its matrices are quantised, and
+    why it is not supported natively.
 
     Raises:
         UnsupportedConfig: it has no native implementation, and the fallback is off or cannot run it.
@@ -328,8 +332,8 @@ def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[Decoder
         if not config.fallback or is_gguf(Path(config.model)):
             raise
         log.warning("%s runs through transformers' code, not natively: %s", name or "the model", error)
-        return None, None
-    return spec, layout
+        return None, None, str(error)
+    return spec, layout, ""
 
 
 def spec_of(fields: dict[str, Any]) -> DecoderSpec:
