@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -73,8 +74,30 @@ def test_a_model_without_a_native_implementation_says_so_once_and_what_that_cost
     assert [record.getMessage() for record in told] == ([] if name in NATIVE else [
         "OlmoForCausalLM runs through transformers' code, not natively: "
         "config.json: architecture 'OlmoForCausalLM' has no native implementation",
-        "a step of one token takes 12.5 ms through transformers, so a request gets at most 80 tokens a second here",
+        "a step of one token takes about 12.5 ms through transformers, so a request gets at most about 80 tokens a "
+        "second here",
     ])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("steps", "fastest", "taken"),
+    [
+        ([0.3, 0.2] + [0.02] * 4 + [0.005] * 100, 0.005, fallback.MOST_TIMED_STEPS),  # another worker was still loading
+        ([9.0, 8.0, 7.0, 1.0], 7.0, fallback.LEAST_TIMED_STEPS),  # a large model
+    ],
+)
+def test_the_cost_is_that_of_the_fastest_step_within_a_time(
+    steps: list[float], fastest: float, taken: int, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded("olmo").model
+    assert isinstance(model, TransformersModel)
+    ends = itertools.accumulate(steps, initial=0.0)
+    readings = itertools.chain.from_iterable(itertools.pairwise(ends))
+    seen: list[float] = []
+    monkeypatch.setattr(fallback, "perf_counter", lambda: seen.append(next(readings)) or seen[-1])
+    with torch.inference_mode():
+        assert model._measured() == pytest.approx(fastest)
+    assert len(seen) == 2 * taken
 
 
 def test_progress_ends_at_the_whole(saved: Saved) -> None:

@@ -244,7 +244,8 @@ def _through_transformers(
 
     model = TransformersModel(checkpoint.path, ops, dtype, checkpoint)
     log.warning(
-        "a step of one token takes %.1f ms through transformers, so a request gets at most %.0f tokens a second here",
+        "a step of one token takes about %.1f ms through transformers, so a request gets at most about %.0f tokens a "
+        "second here",
         1e3 * model.step_seconds, 1 / model.step_seconds,
     )  # fmt: skip
     if not model.batch_invariant:
