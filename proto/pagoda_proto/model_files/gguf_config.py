@@ -11,7 +11,7 @@ from typing import Any
 from pagoda_proto.model_files.gguf import Gguf
 from pagoda_proto.model_files.gguf_families import FAMILIES, family_of
 from pagoda_proto.model_files.gguf_keys import Keys, rope_scaling
-from pagoda_proto.model_files.gguf_tokenizer import end_ids
+from pagoda_proto.model_files.gguf_tokenizer import TOKENS, end_ids
 
 QUANTISED = "bfloat16"  # dtype of the computation with quantised weights
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -46,7 +46,7 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     heads = keys.whole("attention.head_count")
     fields: dict[str, Any] = {field: keys.whole(key) for key, field in SIZES.items()} | {
         "architectures": [family.architecture],
-        "vocab_size": gguf.tensors[EMBEDDING].shape[0],
+        "vocab_size": _vocab_size(keys),
         "num_key_value_heads": keys.whole("attention.head_count_kv", heads),
         "head_dim": keys.head_dim,
         family.epsilon[1]: keys.number(family.epsilon[0]),
@@ -79,6 +79,19 @@ def generation_of(gguf: Gguf) -> dict[str, Any]:
         "repetition_penalty": gguf.maybe("general.sampling.penalty_repeat", float),
     }  # fmt: skip
     return {name: value for name, value in said.items() if value is not None} | {"eos_token_id": end_ids(gguf)}
+
+
+def _vocab_size(keys: Keys) -> int:
+    """The rows of the embedding: often more than the tokens, as padding. Raises BadGguf if they are fewer than the
+    tokens, or other than the file says."""
+    gguf = keys.gguf
+    rows = gguf.tensors[EMBEDDING].shape[0]
+    said, tokens = keys.whole("vocab_size", rows), len(gguf.items(TOKENS, str) or ())
+    if said != rows:
+        raise gguf.bad(f"'{keys.prefix}.vocab_size' is {said}, but {EMBEDDING!r} has {rows} rows")
+    if tokens > rows:
+        raise gguf.bad(f"{TOKENS!r} has {tokens} tokens, but {EMBEDDING!r} has only {rows} rows")
+    return rows
 
 
 def _dtype(gguf: Gguf) -> str:

@@ -15,6 +15,7 @@ from pagoda_proto.model_files.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 TOKENS, TYPES, SCORES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores"
 TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
 WHOLE = "tokenizer.huggingface.json"
+NO_ID = (-1, 2**32 - 1)  # as converters write "none", in 32 bits with a sign or without
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 MAX_TOKENS = 2**22
 MAX_SPLIT_CHARS = 2**30  # copied when splitting SentencePiece pieces in two: each piece once per character
@@ -85,9 +86,19 @@ def _vocabulary(gguf: Gguf) -> tuple[list[str], list[int]]:
 
 
 def _id_of(gguf: Gguf, name: str, num_tokens: int) -> int | None:
-    """A special token's id; None if it is missing, or a number that means "none"."""
-    found = gguf.maybe(f"tokenizer.ggml.{name}_token_id", int)
-    return found if found is not None and 0 <= found < num_tokens else None
+    """A special token's id; None if it is missing, or a number that means "none". Raises BadGguf if no token has it.
+
+    For padding, which nothing here computes with, such a number is none, too: published files have one.
+    """
+    key = f"tokenizer.ggml.{name}_token_id"
+    found = gguf.maybe(key, int)
+    if found is None or found in NO_ID:
+        return None
+    if 0 <= found < num_tokens:
+        return found
+    if name == "padding":
+        return None
+    raise gguf.bad(f"{key!r} is {found}, which is not the id of one of its {num_tokens} tokens")
 
 
 def _pre_tokenizer(gguf: Gguf) -> PreTokenizer:

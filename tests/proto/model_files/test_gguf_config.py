@@ -124,6 +124,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"llama.rope.scaling.type": "longrope"}, "'longrope' needs 'rope_factors_long.weight'"),
     ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0}, "attn_factor' with rope scaling"),
     ({"llama.rope.scale_linear": 2.0}, "older format"),
+    ({"llama.vocab_size": 511}, "'llama.vocab_size' is 511, but 'token_embd.weight' has 512 rows"),
+    ({"llama.vocab_size": 513}, "'llama.vocab_size' is 513, but 'token_embd.weight' has 512 rows"),
+    ({"tokenizer.ggml.eos_token_id": 512}, "'tokenizer.ggml.eos_token_id' is 512"),
 ]
 
 
@@ -131,6 +134,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_not_known_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(BadGguf, match=message):
         opened(changes, tmp_path)
+
+
+@pytest.mark.parametrize("said", [512, None])
+def test_more_tokens_than_rows_are_refused_and_fewer_are_not(said: int | None, tmp_path: Path) -> None:
+    """Embeddings are often padded."""
+
+    def with_tokens(count: int) -> dict[str, Any]:
+        tokens = {"tokenizer.ggml.tokens": [f"t{i}" for i in range(count)], "tokenizer.ggml.token_type": [1] * count}
+        return tokens | {"tokenizer.ggml.eos_token_id": 2, "llama.vocab_size": said}
+
+    assert opened(with_tokens(500), tmp_path)["vocab_size"] == 512
+    with pytest.raises(BadGguf, match=r"'tokenizer\.ggml\.tokens' has 513 tokens, but .* has only 512 rows"):
+        opened(with_tokens(513), tmp_path)
 
 
 def test_a_granite_that_does_not_turn_is_refused(tmp_path: Path) -> None:

@@ -244,7 +244,28 @@ def test_all_ends_of_an_answer_are_known(tmp_path: Path) -> None:
     pairs = demo_pairs()
     assert end_ids(opened(pairs, tmp_path)) == [511, 509]
     assert end_ids(opened(pairs | {"tokenizer.ggml.eot_token_id": 300}, tmp_path)) == [511, 300, 509]
-    assert end_ids(opened(pairs | {"tokenizer.ggml.eos_token_id": 4000}, tmp_path)) == [509, 511]
+
+
+@pytest.mark.parametrize("none", [-1, 2**32 - 1])
+def test_a_special_token_may_be_none(tmp_path: Path, none: int) -> None:
+    pairs = demo_pairs(False) | {f"tokenizer.ggml.{name}_token_id": none for name in ("eos", "bos", "padding", "eot")}
+    gguf = opened(pairs, tmp_path)
+    assert end_ids(gguf) == [509, 511]
+    assert not tokenizer_config_of(gguf).keys() & {"bos_token", "eos_token", "pad_token"}
+
+
+@pytest.mark.parametrize("name", ["eos", "eot", "eom", "bos", "unknown"])
+@pytest.mark.parametrize("number", [512, -2])
+def test_a_special_token_that_is_none_of_the_tokens_is_refused(tmp_path: Path, name: str, number: int) -> None:
+    gguf = opened(demo_pairs(False) | {f"tokenizer.ggml.{name}_token_id": number}, tmp_path)
+    with pytest.raises(BadGguf, match=f"'tokenizer.ggml.{name}_token_id' is {number}, which .* of its 512 tokens"):
+        end_ids(gguf) if name[0] == "e" else tokenizer_config_of(gguf)
+
+
+def test_padding_beyond_the_tokens_is_none(tmp_path: Path) -> None:
+    """Nothing here pads, and published files say so."""
+    gguf = opened(demo_pairs(False) | {"tokenizer.ggml.padding_token_id": 512}, tmp_path)
+    assert "pad_token" not in tokenizer_config_of(gguf)
 
 
 def test_where_an_answer_comes_in_parts_their_ends_do_not_end_it(tmp_path: Path) -> None:
