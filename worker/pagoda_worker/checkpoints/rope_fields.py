@@ -152,7 +152,10 @@ def _yarn(reader: ConfigReader, plain: RopeShape) -> RopeShape:
     if plain.theta <= 1.0:
         raise invalid(ROPE, f"'rope_theta' must be above 1 with rope type 'yarn', got {plain.theta:g}")
     factor = reader.positive("factor", 1.0)
-    ours, all_dims = reader.maybe_positive("mscale"), reader.maybe_positive("mscale_all_dim")
+    # Zero counts as none, as in transformers.
+    ours, all_dims = (
+        reader.maybe_positive(name) if reader.maybe(name, float) else None for name in ("mscale", "mscale_all_dim")
+    )
     magnitude = mscale(factor, 1.0)
     if ours is not None and all_dims is not None:
         magnitude = mscale(factor, ours) / mscale(factor, all_dims)
