@@ -37,6 +37,7 @@ DEEP: dict[str, Any] = {
     "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 1}
+QWEN_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 
 _LAYER_NORM = {"rms_norm_eps": None}
@@ -199,6 +200,14 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
         {"num_local_experts": 1000, "num_experts_per_tok": 2, "num_hidden_layers": 100},
         "'num_local_experts'=1000 per layer exceeds 65536 experts in all",
     ),
+    ("Mixtral", {"num_local_experts": 10**9, "num_experts_per_tok": 2}, "'num_local_experts' must be from 1 to 1024"),
+    ("Olmoe", {"num_experts": 10**9, "num_experts_per_tok": 2}, "'num_experts' must be from 1 to 1024"),
+    ("DeepseekV3", {**DEEP, "n_routed_experts": 10**9}, "'n_routed_experts' must be from 1 to 1024"),
+    ("DeepseekV3", {**DEEP, "num_experts_per_tok": 10**9}, "'num_experts_per_tok' must be from 1 to 8"),
+    ("Qwen3Moe", {**QWEN_EXPERTS, "mlp_only_layers": [1, 99]}, "'mlp_only_layers' must be from 0 to 3, got 99"),
+    ("Qwen3Moe", {**QWEN_EXPERTS, "mlp_only_layers": [-1]}, "'mlp_only_layers' must be from 0 to 3, got -1"),
+    ("Llama4", {**EXPERTS, "moe_layers": [4]}, "'moe_layers' must be from 0 to 3, got 4"),
+    ("GptOss", {**EXPERTS, "experts_per_token": 2}, "'experts_per_token'=2, but 'num_experts_per_tok'=1"),
     ("Granite", {"residual_multiplier": 0.0}, "'residual_multiplier' must be from .* got 0"),
     ("Glm4", {"partial_rotary_factor": 0.01}, "rotates 1 of 128 dimensions"),
     ("GPTNeoX", {"rotary_pct": 2.0}, "rotates 32 of 16 dimensions"),

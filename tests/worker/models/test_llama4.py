@@ -86,7 +86,7 @@ def test_the_text_model_of_one_that_sees(tmp_path: Path, loaded: Loaded) -> None
     assert seeing.max_model_len == 1024
     fields = json.loads((tmp_path / "config.json").read_text())
     fields["text_config"]["num_hidden_layers"] = 3
-    fields["text_config"]["no_rope_layers"] = fields["text_config"]["layer_types"] = None
+    fields["text_config"] |= dict.fromkeys(("no_rope_layers", "layer_types", "moe_layers"))
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match=r"unexpected tensors: language_model\.model\.layers\.3"):
         load_model(WorkerConfig(model=str(tmp_path), dtype="float32", kernels="torch", fallback=False))

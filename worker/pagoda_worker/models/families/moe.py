@@ -48,21 +48,31 @@ GPT_OSS_ROPE = RopeDefaults(
 
 def routing_of(config: ConfigReader, renormalised: bool) -> Routing:
     """The number of experts has one of two names, depending on the exporter rather than the family."""
-    experts = "num_experts" if config.maybe_size("num_experts") is not None else "num_local_experts"
+    experts = "num_experts" if config.maybe("num_experts", int) is not None else "num_local_experts"
     return replace(experts_of(config, experts), renormalised=renormalised)
 
 
 def experts_of(config: ConfigReader, experts: str) -> Routing:
     """`experts`: the field with the number of experts."""
-    count = in_range("config.json", experts, config.size(experts), 1, MOST_EXPERTS)
+    count = in_range("config.json", experts, config.take(experts, int), 1, MOST_EXPERTS)
     if count * config.size("num_hidden_layers") > MOST_IN_ALL:
         raise invalid("config.json", f"{experts!r}={count} per layer exceeds {MOST_IN_ALL} experts in all")
     name = "num_experts_per_tok"
     return Routing(
         experts=count,
-        chosen=in_range("config.json", name, config.size(name), 1, min(count, 64)),
+        chosen=in_range("config.json", name, config.take(name, int), 1, min(count, 64)),
         renormalised=False,
     )
+
+
+def layer_numbers(config: ConfigReader, name: str) -> list[int] | None:
+    """A field that lists layers, which may be missing."""
+    numbers, layers = config.maybe(name, list), config.size("num_hidden_layers")
+    if not all(type(number) is int for number in numbers or []):
+        raise UnsupportedConfig(f"config.json: {name!r} must be layer numbers, got {shown(numbers)}")
+    for number in numbers or []:
+        in_range("config.json", name, number, 0, layers - 1)
+    return numbers
 
 
 def read_mixtral(config: ConfigReader) -> DecoderSpec:
@@ -85,9 +95,7 @@ def read_qwen3_moe(config: ConfigReader) -> DecoderSpec:
 
 def _with_experts(config: ConfigReader, spec: DecoderSpec, shared: MlpShape | None) -> DecoderSpec:
     """Every `decoder_sparse_step`-th layer has them, except `mlp_only_layers`."""
-    step, dense = config.size("decoder_sparse_step", 1), config.maybe("mlp_only_layers", list) or []
-    if not all(type(index) is int for index in dense):
-        raise UnsupportedConfig(f"config.json: 'mlp_only_layers' must be layer numbers, got {shown(dense)}")
+    step, dense = config.size("decoder_sparse_step", 1), layer_numbers(config, "mlp_only_layers") or []
     moe = MoeShape(
         routing=routing_of(config, config.take("norm_topk_prob", bool, False)),
         width=config.size("moe_intermediate_size"),
@@ -131,11 +139,14 @@ def read_gpt_oss(config: ConfigReader) -> DecoderSpec:
     for name, only in (("swiglu_limit", CLAMP), ("swiglu_alpha", CLAMPED_GAIN)):
         config.choice(name, only, int(only))
     config.activation("hidden_act", known={"silu": "silu"})
-    for name in ("initial_context_length", "experts_per_token"):  # duplicates of other fields
-        config.ignore(name)
+    config.ignore("initial_context_length")  # a duplicate of a field of the scaling
     attention = replace(attention_of(config), sinks=True)
+    routing = routing_of(config, renormalised=True)
+    repeated = config.take("experts_per_token", int, routing.chosen)
+    if repeated != routing.chosen:
+        raise invalid("config.json", f"'experts_per_token'={repeated}, but 'num_experts_per_tok'={routing.chosen}")
     moe = MoeShape(
-        routing=routing_of(config, renormalised=True),
+        routing=routing,
         width=config.size("intermediate_size"),
         activation=CLAMPED,
         bias=True,

@@ -15,7 +15,7 @@ from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, Moe
 from pagoda_worker.checkpoints.temper import Temper
 from pagoda_worker.models.defaults import completed
 from pagoda_worker.models.families.llama import attention_of, common_fields, read_llama
-from pagoda_worker.models.families.moe import experts_of
+from pagoda_worker.models.families.moe import experts_of, layer_numbers
 
 NAMES = Names(
     up=("feed_forward.gate_proj", "feed_forward.up_proj"),
@@ -100,9 +100,7 @@ def read_llama4_with_images(config: ConfigReader) -> DecoderSpec:
 def _mlps(config: ConfigReader) -> list[MlpShape | MoeShape]:
     """Experts and a shared MLP in every `interleave_moe_layer_step`-th layer or those named; dense ones in the rest."""
     layers, step = config.size("num_hidden_layers"), config.size("interleave_moe_layer_step", 1)
-    named = config.maybe("moe_layers", list)
-    if not all(type(index) is int for index in named or []):
-        raise UnsupportedConfig(f"config.json: 'moe_layers' must be layer numbers, got {shown(named)}")
+    named = layer_numbers(config, "moe_layers")
     width, activation = config.size("intermediate_size"), config.activation("hidden_act")
     moe = MoeShape(
         routing=replace(experts_of(config, "num_local_experts"), sigmoid=True, inputs=True),
