@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,18 @@ def test_refusals(config: WorkerConfig, path: Path, tmp_path: Path, changes: dic
     where = copy_of(path, tmp_path / "refused", **changes)
     with pytest.raises(UnsupportedConfig, match=message):
         load_model(replace(config, model=str(where)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_what_biases_the_choice_of_experts_must_be_finite(family: str, value: float, tmp_path: Path) -> None:
+    """No logit would show it: the bias only chooses."""
+    model = make_model(*NATIVE[family])
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(name)[2] = value
+    where = save(model, tmp_path, torch.bfloat16)
+    with pytest.raises(CheckpointError, match=re.escape(f"{name} has values that are not finite")):
+        load_model(WorkerConfig(model=str(where), kernels="torch", fallback=False))
 
 
 def test_no_configuration(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -184,7 +184,7 @@ def open_source(
         del wanted[name]
         wanted |= stack.tensors(name, stacks[name])
     checkpoint.check(wanted, IGNORED_SUFFIXES, spec.tied, unused_prefixes(spec))
-    problems: list[str] = []
+    problems = _not_finite(checkpoint, [name for name in plain if name.endswith(spec.names.favour)])
     for linear, packing in formats.packings.items():
         stored = stored_layer(checkpoint, linear, shapes[linear], torch.device("cpu"))
         problems += packing.faults(stored)
@@ -201,6 +201,12 @@ def open_source(
         dtype=dtype,
         quantizer=quantizer,
     )
+
+
+def _not_finite(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
+    """Biases of a choice spoil no logit, so the first step does not show that they are no numbers."""
+    bad = [name for name in names if not bool(checkpoint.stored(name).float().isfinite().all())]
+    return [f"{name} has values that are not finite" for name in bad]
 
 
 def _transposed(spec: DecoderSpec) -> frozenset[str]:
