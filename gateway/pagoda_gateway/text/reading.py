@@ -144,10 +144,13 @@ def late_text(
 def read_files(
     kind: str, config: Mapping[str, Any], sentence: Mapping[str, Any], *, yes_no: bool, late: LateText | None = None
 ) -> ReadingText:
-    """`config` is config.json, `sentence` config_sentence_transformers.json."""
+    """`config` is config.json, `sentence` config_sentence_transformers.json. Raises ValueError if its default prompt is
+    none of its prompts."""
     prompts = sentence.get("prompts")
     kept = prompts if isinstance(prompts, dict) and len(prompts) <= MAX_PROMPTS else {}
     default = sentence.get("default_prompt_name")
+    if default is not None and late is None and not (isinstance(default, str) and default in kept):
+        raise ValueError(f"config_sentence_transformers.json: 'default_prompt_name' {str(default)[:64]!a} is no prompt")
     width = config.get("hidden_size") or config.get("dim") or config.get("n_embd") or 0
     if late is not None:
         width = late.files.width or width
@@ -155,7 +158,7 @@ def read_files(
         kind=kind,
         width=width if isinstance(width, int) else 0,
         prompts={str(name): text for name, text in kept.items() if isinstance(text, str)},
-        default_prompt=default if isinstance(default, str) and default in kept and late is None else "",
+        default_prompt=default if isinstance(default, str) and late is None else "",
         dimensions=_dimensions(config),
         labels=("yes",) if yes_no else _labels(config),
         template=QWEN3_RERANKER if yes_no else None,

@@ -119,6 +119,12 @@ def test_what_the_files_say_is_read(tmp_path: Path) -> None:
     assert ModelText.load(root, task=CLASSIFY).reading.kind == CLASSIFY
 
 
+@pytest.mark.parametrize("sentence", [{}, {"prompts": {"query": "query: "}}, {"prompts": {}}])
+def test_a_default_prompt_that_is_none_of_the_prompts_is_refused(sentence: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="'default_prompt_name' 'document' is no prompt"):
+        read_files(EMBED, {}, sentence | {"default_prompt_name": "document"}, yes_no=False)
+
+
 @pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_xlm-roberta_config.json"])
 def test_texts_are_put_in_lower_case_where_files_say_so(name: str, tmp_path: Path) -> None:
     root = write_reader_dir(tmp_path)
