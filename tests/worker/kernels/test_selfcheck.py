@@ -14,7 +14,7 @@ from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.kernel_choice import FAMILIES
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
-from pagoda_worker.kernels.cpu.library import Library
+from pagoda_worker.kernels.cpu.library import Library, New, pages
 from pagoda_worker.kernels.cpu.load import load_native
 from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps
 from pagoda_worker.kernels.cpu.selfcheck import problems
@@ -53,8 +53,10 @@ class Wrong(NativeOps):
             quantized.levels[3, 5] ^= 1
         return quantized
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None, segments: int = 1) -> NativeLinear:
-        packed = super().pack_linear(weight, bias, 1 if self.fault == "segments" else segments)
+    def pack_linear(
+        self, weight: Weight, bias: torch.Tensor | None = None, segments: int = 1, *, new: New = pages
+    ) -> NativeLinear:
+        packed = super().pack_linear(weight, bias, 1 if self.fault == "segments" else segments, new=new)
         if self.fault == "scales" and packed.form == (4, 16, 32, 1):
             packed.panels[0, 0] ^= 64
         if self.fault == "floats" and packed.form == (4, 16, 32, 2):
