@@ -13,6 +13,7 @@ from tests.worker.adapters.files import CONFIG
 from pagoda_proto.adapters.files import AdapterError
 from pagoda_worker.adapters.peft import REASONS, read_peft
 
+BOTH = ["q_proj", "down_proj"]
 Q, DOWN = "model.layers.3.self_attn.q_proj", "model.layers.12.mlp.down_proj"
 
 
@@ -29,8 +30,16 @@ Q, DOWN = "model.layers.3.self_attn.q_proj", "model.layers.12.mlp.down_proj"
         ({"target_modules": "q_proj"}, set()),  # a string is one regular expression for whole names
         ({"exclude_modules": ["q_proj"]}, {DOWN}),
         ({"exclude_modules": r".*layers\.12\..*"}, {Q}),
-        ({"layers_to_transform": 3}, {Q}),
-        ({"layers_to_transform": [1, 12]}, {DOWN}),
+        ({"layers_to_transform": 3, "target_modules": BOTH}, {Q}),
+        ({"layers_to_transform": [1, 12], "target_modules": BOTH}, {DOWN}),
+        ({"layers_to_transform": [], "target_modules": BOTH}, {Q, DOWN}),
+        ({"layers_to_transform": [], "target_modules": BOTH, "layers_pattern": "other"}, {Q, DOWN}),
+        ({"layers_to_transform": 3, "target_modules": BOTH, "layers_pattern": "layers"}, {Q}),
+        ({"layers_to_transform": [3, 12], "target_modules": BOTH, "layers_pattern": ["h", "model.layers"]}, {Q, DOWN}),
+        ({"layers_to_transform": [3, 12], "target_modules": BOTH, "layers_pattern": "(h|l.*s)"}, {Q, DOWN}),
+        ({"layers_to_transform": [3, 12], "target_modules": BOTH, "layers_pattern": "other"}, set()),
+        ({"layers_to_transform": [3, 12], "target_modules": BOTH, "layers_pattern": ["ayers"]}, set()),
+        ({"layers_to_transform": 3, "target_modules": [DOWN, "q_proj", "lm_head"]}, {Q, DOWN, "lm_head"}),
     ],
 )
 def test_which_modules_have_an_adapter(changes: dict[str, Any], targeted: set[str]) -> None:
@@ -69,7 +78,10 @@ REFUSED: list[dict[str, Any]] = [
     {"rank_pattern": [1]}, {"rank_pattern": {"x": 0}}, {"alpha_pattern": {"x": None}},
     {"target_modules": None}, {"target_modules": []}, {"target_modules": 3}, {"target_modules": [""]},
     {"modules_to_save": "lm_head"}, {"modules_to_save": [1]}, {"ensure_weight_tying": 1},
-    {"layers_to_transform": "3"}, {"layers_to_transform": [True]},
+    {"layers_to_transform": "3", "target_modules": BOTH}, {"layers_to_transform": [True], "target_modules": BOTH},
+    *({"layers_to_transform": 3, "target_modules": one} for one in (".*q_proj", "all-linear")),
+    {"layers_pattern": "layers"}, {"layers_pattern": ["layers"], "target_modules": BOTH},
+    *({"layers_pattern": one, "layers_to_transform": 3, "target_modules": BOTH} for one in (1, [1], [""], "(")),
 ]  # fmt: skip
 
 
@@ -91,6 +103,8 @@ def test_patterns_that_might_take_long_are_refused(pattern: str) -> None:
     for field in ("target_modules", "exclude_modules"):
         with pytest.raises(AdapterError, match=field):
             read_peft(CONFIG | {field: pattern})
+    with pytest.raises(AdapterError, match="layers_pattern"):
+        read_peft(CONFIG | {"layers_pattern": pattern, "layers_to_transform": 3, "target_modules": BOTH})
     with pytest.raises(AdapterError, match="alpha_pattern"):
         read_peft(CONFIG | {"alpha_pattern": {pattern: 1}})
 

@@ -30,7 +30,8 @@ WHOLE = {f"{end}.weight": Whole(f"{end}.weight", (40, 16), end) for end in (HEAD
 WHOLE |= {f"{NORM}.{kind}": Whole(f"{NORM}.{kind}", (16,), NORM) for kind in ("weight", "bias")}
 OTHER_HEAD = "embed_out"  # its name in another checkpoint of the family
 MODULES[OTHER_HEAD], WHOLE[f"{OTHER_HEAD}.weight"] = MODULES[HEAD], WHOLE[f"{HEAD}.weight"]
-PLACES = Places(MODULES, WHOLE, tied=frozenset({HEAD, EMBED}))
+SPELLINGS = ({*SHAPES, EMBED, HEAD}, {*SHAPES, EMBED, OTHER_HEAD})
+PLACES = Places(MODULES, WHOLE, SPELLINGS, tied=frozenset({HEAD, EMBED}))
 LIMITS = Limits(rank=16, num_bytes=100_000)
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
 
@@ -135,7 +136,7 @@ def test_of_ends_that_stay_tied_the_config_names_the_embedding_alone(tmp_path: P
     found = read_adapter(path, identify(path, 10**6).digest, PLACES, LIMITS, torch.float32)
     assert found.factors.keys() == {EMBED, HEAD}
     write(tmp_path, ends, target_modules=[EMBED])
-    with pytest.raises(AdapterError, match=r"unknown tensors: .*lm_head"):
+    with pytest.raises(AdapterError, match=r"unknown tensors, as target_modules.*lm_head"):
         read_adapter(path, identify(path, 10**6).digest, PLACES, LIMITS, torch.float32)
 
 
@@ -153,6 +154,10 @@ def test_ends_that_stay_tied_have_the_rank_of_the_embedding_and_each_its_own_sca
 
 def without(tensors: Tensors, name: str) -> Tensors:
     return {own: tensor for own, tensor in tensors.items() if own != name}
+
+
+def of(tensors: Tensors, module: str) -> Tensors:
+    return {own: tensor for own, tensor in tensors.items() if f"{module}." in own}
 
 
 def heads(*between: str) -> Tensors:
@@ -194,6 +199,17 @@ HOSTILE: list[tuple[Change, dict[str, Any], str]] = [
         "duplicate matrices: embed_out, lm_head",
     ),
     (lambda t: without(t, B), {}, "missing tensors.*lora_B"),
+    (lambda t: of(t, Q), {"target_modules": ["q_proj", "down_proj"]}, f"target_modules: .* no tensors for: {DOWN}"),
+    (lambda t: of(t, Q), {"target_modules": [Q, "down_proj", "up_proj"]}, f"no tensors for: {DOWN}$"),
+    (lambda t: of(t, Q), {"target_modules": r".*\.[01]\..*_proj"}, f"target_modules: .* no tensors for: {DOWN}"),
+    (lambda t: of(t, Q), {"target_modules": "all-linear"}, f"target_modules: .* no tensors for: {DOWN}"),
+    (lambda t: t, {"target_modules": ["q_proj", "down_proj", EMBED]}, f"target_modules: .* no tensors for: {EMBED}"),
+    (lambda t: heads(""), {"modules_to_save": [HEAD]}, f"target_modules: .* no tensors for: {Q}, {DOWN}"),
+    (
+        lambda t: t,
+        {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0, 1], "layers_pattern": "blubb"},
+        "unknown tensors, as .*layers_pattern.*q_proj",
+    ),
     (lambda t: {}, {}, "none of its tensors"),
     (lambda t: t | {A: t[A][:, :8].contiguous()}, {}, r"shape \[8, 8\], expected \[8, 16\]"),
     (lambda t: t | {A: t[A].T.contiguous()}, {}, "has shape"),
@@ -203,6 +219,34 @@ HOSTILE: list[tuple[Change, dict[str, Any], str]] = [
     (lambda t: factors(SHAPES, lambda name: 17), {"r": 17}, "rank 17, more than max_lora_rank=16"),
     (lambda t: t, {"rank_pattern": {"q_proj": 2**30}}, "more than max_lora_rank=16"),
 ]
+
+
+COMPLETE: list[tuple[Change, dict[str, Any]]] = [
+    (lambda t: of(t, Q), {"target_modules": ["q_proj", "of_no_model"]}),
+    (lambda t: of(t, Q), {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": 0}),
+    (lambda t: of(t, Q), {"target_modules": [Q, "down_proj"], "layers_to_transform": [7], "layers_pattern": "h"}),
+    (lambda t: of(t, DOWN), {"exclude_modules": ["q_proj"]}),
+    (lambda t: of(t, Q), {"exclude_modules": r".*\.1\..*"}),
+    (lambda t: t | heads(""), {"target_modules": ["q_proj", "down_proj", HEAD], "modules_to_save": [HEAD]}),
+    (
+        lambda t: t | factors({OTHER_HEAD: (40, 16)}),
+        {"target_modules": ["q_proj", "down_proj", HEAD, OTHER_HEAD]},
+    ),
+    (
+        lambda t: t | factors({OTHER_HEAD: (40, 16)}),
+        {"target_modules": ["q_proj", "down_proj", HEAD, OTHER_HEAD], "exclude_modules": [HEAD]},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "config"), COMPLETE, ids=[str(config) for _, config in COMPLETE])
+def test_modules_that_peft_would_not_write_are_not_missed(
+    change: Change, config: dict[str, Any], tmp_path: Path
+) -> None:
+    tensors, model = change(factors(SHAPES)), Slots()
+    store_of(model, tmp_path).load(write(tmp_path, tensors, **config))
+    found = model.filled[0]
+    assert 2 * len(found.factors) + len(found.whole) == len(tensors)
 
 
 @pytest.mark.parametrize(("change", "config", "why"), HOSTILE, ids=[why for *_, why in HOSTILE])

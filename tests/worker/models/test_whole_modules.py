@@ -77,7 +77,7 @@ class Family:
             everything(path, out / "everything")[0],
             adapter_of(path, out / "plain", seed=2)[0],
             write(out / "lines", lines, target_modules=[embed], r=3),
-            write(out / "own", own),
+            write(out / "own", own, target_modules=["of_no_model"]),
         ]
         self.merged = merged(path, own, out / "merged", scale_of)
 

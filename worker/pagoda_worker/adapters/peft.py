@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from pagoda_proto.adapters.files import AdapterError
-from pagoda_worker.adapters.patterns import MAX_NAMES, Matches, by_name, by_pattern
+from pagoda_worker.adapters.patterns import MAX_NAMES, Matches, by_name, by_pattern, compiled
 
 ALL_LINEAR = "all-linear"
 # Purpose, training, how the base model stores its matrices, and what belongs to something refused in REASONS; tensors
@@ -43,7 +43,8 @@ REASONS = {
     "monteclora_config": "MonteCLoRA is not supported, as it has more tensors than A and B",
     "velora_config": "VeLoRA is not supported, as it has more tensors than A and B",
 }
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
+ANY_LAYERS = r".*?\.[^.]*\.(\d+)\."
+OF_LAYERS = r"(?:^|.*?\.){}\.(\d+)\."
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class PeftConfig:
     linear: bool = False
     saved: tuple[str, ...] = ()
     tying: bool = False
+
+    def replaces(self, name: str) -> bool:
+        """Whether the module is one of `saved`, or in one: PEFT adds nothing to these."""
+        return any(f".{one}." in f".{name}." for one in self.saved)
 
 
 def read_peft(config: Mapping[str, Any]) -> PeftConfig:
@@ -123,14 +128,35 @@ def _all_but_heads(name: str) -> bool:
 
 
 def _layers(config: Mapping[str, Any]) -> Matches:
-    value = config.get("layers_to_transform")
-    if value is None:
+    """Whether a module is in one of `layers_to_transform`, or named in full. Its layer is the first number in its name
+    after what `layers_pattern` says."""
+    value, within = config.get("layers_to_transform"), config.get("layers_pattern") or []
+    if value is None or value == []:
+        if within and value is None:
+            raise AdapterError(f"layers_pattern: goes only with layers_to_transform, got {within!r:.100}")
         return lambda name: True
+    if isinstance(config["target_modules"], str):
+        raise AdapterError(f"layers_to_transform: goes only with a list of target_modules, got {value!r:.100}")
     numbers = value if isinstance(value, list) else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in numbers):
         raise AdapterError(f"layers_to_transform: must be layer numbers, got {value!r:.100}")
-    layers = frozenset(numbers)
-    return lambda name: (found := _LAYER.search(name)) is not None and int(found[1]) in layers
+    named, layers, patterns = frozenset(config["target_modules"]), frozenset(numbers), _layer_patterns(within)
+
+    def is_in(name: str) -> bool:
+        if name in named:
+            return True
+        found = next(filter(None, (pattern.match(name) for pattern in patterns)), None)
+        return found is not None and int(found[found.re.groups]) in layers
+
+    return is_in
+
+
+def _layer_patterns(within: object) -> list[re.Pattern[str]]:
+    """The last group of each is a layer's number."""
+    several = [within] if isinstance(within, str) else within
+    if not isinstance(several, list) or not all(isinstance(one, str) and one for one in several):
+        raise AdapterError(f"layers_pattern: must be a name or a list of names, got {within!r:.100}")
+    return compiled("layers_pattern", several, OF_LAYERS) if several else [re.compile(ANY_LAYERS)]
 
 
 def _flag(config: Mapping[str, Any], field: str) -> bool:

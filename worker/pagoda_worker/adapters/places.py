@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,10 +37,12 @@ class Whole(NamedTuple):
 
 
 class Places(NamedTuple):
-    """By each name that checkpoints of the family use. `closed`: other matrices, such as routers."""
+    """By each name that checkpoints of the family use; `spellings`: the modules' names, by checkpoint. `closed`: other
+    matrices, such as routers."""
 
     modules: Mapping[str, Module]
     whole: Mapping[str, Whole]
+    spellings: tuple[Set[str], ...]
     closed: Container[str] = ()
     tied: frozenset[str] = frozenset()  # embedding and output matrix, if they are one
 
@@ -50,16 +52,18 @@ def places_of(spec: DecoderSpec, adapted: Container[str]) -> Places:
     modules: dict[str, Module] = {}
     whole: dict[str, Whole] = {}
     closed: set[str] = set()
+    spellings: list[Set[str]] = []
     for names in (spec.names, *spec.spellings):
         spelt = replace(spec, names=names)
-        for own, module in zip(_modules(spelt), _modules(spec).values(), strict=True):
-            if module.embedding or module.name in adapted:
-                modules.setdefault(own, module)
+        found = dict(zip(_modules(spelt), _modules(spec).values(), strict=True))
+        found = {own: module for own, module in found.items() if module.embedding or module.name in adapted}
+        modules = found | modules
+        spellings.append(found.keys())
         for own, tensor in zip(_whole(spelt), _whole(spec).values(), strict=True):
             whole.setdefault(own, tensor)
         closed |= _all_matrices(spelt) - set(modules)
     ends = {spec.names.head, spec.names.top(spec.names.embed)} if spec.tied else ()
-    return Places(modules, whole, closed, frozenset(ends))
+    return Places(modules, whole, tuple(spellings), closed, frozenset(ends))
 
 
 def _modules(spec: DecoderSpec) -> dict[str, Module]:

@@ -24,6 +24,7 @@ from pagoda_worker.models.linear import AdapterTensors, Factors
 
 EXPERTS = ".experts."  # in the names of their tensors
 LORA = ".lora_"
+CHOICE = "target_modules, with exclude_modules, layers_to_transform and layers_pattern,"
 BASE = ".base_layer."  # in a module that the file both replaces and adds to
 NAMES_SHOWN = 8
 MAX_HEADER_BYTES = 16 * 1024 * 1024
@@ -75,8 +76,10 @@ def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limi
     present = [own for own, sides in wanted.items() if any(side in entries for side in sides)]
     expected = {tensor for own in present for tensor in wanted[own]}
     brought = {tensor: own for tensor in entries if (own := _own_name(tensor)) in places.whole}
-    problems = _unknown_problems(set(entries) - expected - set(brought), places)
+    problems = _unknown_problems(set(entries) - expected - set(brought), targeted, places)
     problems += _listing("missing tensors", expected - set(entries))
+    left_out = _left_out(set(present), targeted, peft, places)
+    problems += _listing(f"target_modules: {WEIGHTS} has no tensors for", left_out)
     problems += _whole_problems(set(brought.values()), peft, places)
     problems += _tying_problems({*present, *(own.rpartition(".")[0] for own in brought.values())}, peft, places)
     problems += _twice_problems("tensors", {tensor: places.whole[own].name for tensor, own in brought.items()})
@@ -101,6 +104,14 @@ def _targeted(peft: PeftConfig, places: Places) -> set[str]:
     return found | places.tied if peft.tying and places.tied & found else found
 
 
+def _left_out(present: set[str], targeted: set[str], peft: PeftConfig, places: Places) -> set[str]:
+    """Modules without A and B, though PEFT writes all that it targets. Of several spellings, the file's is the one that
+    fits it best."""
+    there = {places.modules[own].name for own in present}
+    absent = {own for own in targeted if places.modules[own].name not in there and not peft.replaces(own)}
+    return absent & min(places.spellings, key=lambda one: (-len(present & one), len(absent & one)))
+
+
 def _twice_problems(what: str, meant: Mapping[str, str]) -> list[str]:
     """Names that mean the same: checkpoints of a family may use several spellings."""
     times = Counter(meant.values())
@@ -112,14 +123,18 @@ def _own_name(tensor: str) -> str:
     return tensor.removeprefix(PREFIX).replace(BASE, ".") if tensor.startswith(PREFIX) else ""
 
 
-def _unknown_problems(unknown: set[str], places: Places) -> list[str]:
+def _unknown_problems(unknown: set[str], targeted: set[str], places: Places) -> list[str]:
     experts = {tensor for tensor in unknown if EXPERTS in tensor}
     modules = {tensor for tensor in unknown - experts if _own_name(tensor) and LORA not in tensor}
     closed = {tensor for tensor in unknown - experts if _own_name(tensor).partition(LORA)[0] in places.closed} - modules
     problems = _listing("adapters for experts are not supported", experts)
     problems += _listing("adapters for these modules are not supported", closed)
     problems += _listing("only norms, embeddings and output matrices can be replaced whole, not these", modules)
-    return problems + _listing("unknown tensors", unknown - experts - modules - closed)
+    unknown = unknown - experts - modules - closed
+    left_out = places.modules.keys() - targeted
+    others = {tensor for tensor in unknown if _own_name(tensor).partition(LORA)[0] in left_out}
+    problems += _listing(f"unknown tensors, as {CHOICE} leaves out their modules", others)
+    return problems + _listing("unknown tensors", unknown - others)
 
 
 def _whole_problems(brought: set[str], peft: PeftConfig, places: Places) -> list[str]:
