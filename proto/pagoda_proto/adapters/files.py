@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from pagoda_proto.adapters.identity import Adapter, digest_of
+from pagoda_proto.adapters.identity import Adapter, digest_of, each_once
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -60,7 +60,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if len(content) > MAX_CONFIG_BYTES:
         raise AdapterError(f"{CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
     try:
-        config = json.loads(content, parse_constant=_no_number)
+        config = json.loads(content, parse_constant=_no_number, object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{CONFIG} is not JSON: {error}") from error
     if not isinstance(config, dict):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ def _pair(text: str) -> tuple[str, NamedAdapter, str]:
 
 def _object(text: str) -> tuple[str, NamedAdapter, str]:
     try:
-        fields, end = json.JSONDecoder(object_pairs_hook=_each_once).raw_decode(text)
+        fields, end = json.JSONDecoder(object_pairs_hook=each_once).raw_decode(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"lora_modules: {text[:200]!a} is not a JSON object: {error}") from error
     for field, value in fields.items():
@@ -98,9 +99,10 @@ def _object(text: str) -> tuple[str, NamedAdapter, str]:
     return name, NamedAdapter(path, base), text[end:]
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse duplicate fields: Python's JSON parser would let the later one silently replace the earlier."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a field is given twice")
+        field = Counter(field for field, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"a field is given twice: {field[:80]!a}")
     return fields

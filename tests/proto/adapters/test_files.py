@@ -32,6 +32,8 @@ def test_the_same_files_are_the_same_adapter_wherever_they_lie(tmp_path: Path) -
         (b"[]", "object"),
         (b'{"r": NaN}', "NaN"),
         (b'{"r": Infinity}', "Infinity"),
+        (b'{"r": 1, "x": 0, "r": 2}', "given twice: 'r'"),
+        (b'{"rank_pattern": {"a": 1, "a": 2}}', "given twice: 'a'"),
         (b" " * (MAX_CONFIG_BYTES + 1), "more than"),
     ],
 )

@@ -53,7 +53,7 @@ def test_objects_of_json_stand_beside_them() -> None:
         ('{"name": "a"', "not a JSON object"),
         ("{" * 100_000, "not a JSON object"),
         ('["a"]', "must be name=path"),
-        ('{"name": "a", "path": "x", "path": "y"}', "a field is given twice"),
+        ('{"name": "a", "path": "x", "path": "y"}', "a field is given twice: 'path'"),
         ('{"name": "a", "path": "x\\u0000"}', "must be printable"),
         ('{"name": "a\\ud800", "path": "x"}', "must be printable"),
         ('{"name": "a", "path": "x", "base_model_name": "\\n"}', "must be printable"),
