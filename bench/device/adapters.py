@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from zlib import crc32
 
 import torch
@@ -37,8 +38,8 @@ class MadeUpAdapters:
 
 
 def slot_options(count: int, rank: int) -> dict[str, str | int]:
-    """Worker options with room for so many; their directory is never looked at."""
-    return {"lora_dir": "made up", "max_loras": count, "max_lora_rank": rank} if count else {}
+    """Worker options with room for so many; from their directory nothing is read."""
+    return {"lora_dir": str(Path(__file__).parent), "max_loras": count, "max_lora_rank": rank} if count else {}
 
 
 def adapt(loaded: LoadedModel, count: int, rank: int) -> MadeUpAdapters:

@@ -17,7 +17,7 @@ from pathlib import Path
 from pagoda_gateway.catalogue import Catalogue
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
-from pagoda_proto.adapters.files import CONFIG, AdapterError, identify, inside
+from pagoda_proto.adapters.files import CONFIG, AdapterError, directory_of, identify, inside
 from pagoda_proto.adapters.identity import NAME, Adapter, read_lora_modules
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams
@@ -28,7 +28,13 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 def named_adapters(config: GatewayConfig) -> dict[str, tuple[Adapter, str]]:
-    """Read all adapters of `lora_modules`: by name, each with the parent given for it. Raises ValueError."""
+    """Read all adapters of `lora_modules`: by name, each with the parent given for it.
+
+    Raises:
+        ValueError: one cannot be read, or adapters are to be loaded from a directory that is not here.
+    """
+    if config.lora_loading or config.lora_resolver:
+        directory_of(config.lora_dir)
     found: dict[str, tuple[Adapter, str]] = {}
     for name, (path, parent) in read_lora_modules(config.lora_modules).items():
         try:

@@ -176,6 +176,9 @@ def test_names_at_start_lead_to_files_or_there_is_no_start(tmp_path: Path) -> No
     for options in ({"lora_modules": "one"}, {"lora_loading": True}, {"lora_resolver": True}):
         with pytest.raises(BadOptions, match=next(iter(options))):
             GatewayConfig(engine="unix:/x", **options)
+    for options in ({"lora_loading": True}, {"lora_resolver": True}):
+        with pytest.raises(ValueError, match="lora_dir: there is no directory '/none' here"):
+            named_adapters(GatewayConfig(engine="unix:/x", lora_dir="/none", **options))
     gateway = make_gateway(tmp_path)
     with pytest.raises(ValueError, match="the model itself"):
         gateway.context.adapters.name_all({MODEL: (adapter, "")})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,6 +37,13 @@ def identify(path: Path, max_bytes: int) -> Adapter:
         while piece := file.read(PIECE_BYTES):
             sha256.update(piece)
     return Adapter(digest_of(config, sha256.digest()), str(path))
+
+
+def directory_of(lora_dir: str) -> Path:
+    """The directory that the option `lora_dir` names. Raises ValueError if there is none here."""
+    if not os.path.isdir(lora_dir):
+        raise ValueError(f"lora_dir: there is no directory {lora_dir[:200]!a} here")
+    return Path(lora_dir)
 
 
 def inside(path: Path, allowed: Iterable[Path]) -> Path:

@@ -53,6 +53,12 @@ def test_facts(config: WorkerConfig) -> None:
     assert num_kv_blocks(replace(config, num_blocks=64), model) == 64
 
 
+def test_adapters_come_from_a_directory_that_is_there(config: WorkerConfig, path: Path, tmp_path: Path) -> None:
+    for none in (tmp_path / "none", path / "config.json"):
+        with pytest.raises(ValueError, match=f"lora_dir: there is no directory '{none}' here"):
+            load_model(replace(config, lora_dir=str(none)))
+
+
 def test_the_chosen_gpu_is_the_current_one_before_anything_is_launched(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

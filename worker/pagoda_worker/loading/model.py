@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pagoda_proto.adapters.files import AdapterError
+from pagoda_proto.adapters.files import AdapterError, directory_of
 from pagoda_proto.adapters.identity import read_lora_modules
 from pagoda_proto.model_files.files import is_gguf
 from pagoda_proto.pooling.kinds import architecture_of
@@ -209,7 +209,7 @@ def _natively(  # noqa: PLR0913 - all that a model is made of
 def _adapters(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder, dtype: torch.dtype) -> AdapterStore:
     """A store with the named adapters loaded, so that faults are reported at once. Raises ValueError."""
     named = {name: Path(one.path).absolute() for name, one in read_lora_modules(config.lora_modules).items()}
-    below = [Path(config.lora_dir)] if config.lora_dir else []
+    below = [directory_of(config.lora_dir)] if config.lora_dir else []
     store = AdapterStore(
         decoder, places_of(spec, decoder.adapted), dtype,
         count=config.max_loras, limits=Limits(config.max_lora_rank, config.max_lora_bytes),
