@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from zlib import crc32
 
@@ -24,6 +24,7 @@ class MadeUpAdapters:
     `num_bytes`: what a step reads of them all.
     """
 
+    named: Mapping[str, Adapter] = {}
     room = Room()
 
     def __init__(self, count: int, num_bytes: int) -> None:

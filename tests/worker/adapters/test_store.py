@@ -74,7 +74,7 @@ def test_what_comes_whole_is_read_by_the_names_of_the_checkpoint(tmp_path: Path)
     norm = {f"{PREFIX}{NORM}.{kind}": torch.full((16,), 2.0) for kind in ("weight", "bias")}
     write(tmp_path, factors(SHAPES) | heads(".base_layer") | norm, modules_to_save=["norm"])
     model = Slots()
-    store_of(model, tmp_path).load(tmp_path)
+    store_of(model, tmp_path).load("one", tmp_path)
     assert {name: one.shape for name, one in model.filled[0].whole.items()} == {
         f"{HEAD}.weight": (40, 16), f"{NORM}.weight": (16,), f"{NORM}.bias": (16,),
     }  # fmt: skip
@@ -244,7 +244,7 @@ def test_modules_that_peft_would_not_write_are_not_missed(
     change: Change, config: dict[str, Any], tmp_path: Path
 ) -> None:
     tensors, model = change(factors(SHAPES)), Slots()
-    store_of(model, tmp_path).load(write(tmp_path, tensors, **config))
+    store_of(model, tmp_path).load("one", write(tmp_path, tensors, **config))
     found = model.filled[0]
     assert 2 * len(found.factors) + len(found.whole) == len(tensors)
 

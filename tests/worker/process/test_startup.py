@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.worker.adapters.files import adapter_of
 from tests.worker.fakes_accelerator import FakeAccelerator
 from tests.worker.fakes_capturable import BLOCK, MAX_LEN, VOCAB, CapturableOps, decoder
 from tests.worker.fakes_model import Driver, new_row
@@ -320,3 +321,18 @@ def test_what_is_kept_for_adapters_is_told_and_not_given_to_the_cache(
     ]
     assert "adapters: memory for 2 of up to 5.1 MiB, 0.0 MiB of it taken" in caplog.text
     assert blocks[0] == pytest.approx(3 * blocks[1], rel=0.01)
+
+
+@pytest.mark.parametrize("broken", ["one", "two"])
+def test_named_adapters_with_which_nothing_finite_is_computed_end_the_start(broken: str, tmp_path: Path) -> None:
+    path = save(make_model(*NATIVE["llama"]), tmp_path / "model")
+    paths = {name: tmp_path / name for name in ("one", "two")}
+    for name, one in paths.items():
+        adapter_of(path, one, size=1e30 if name == broken else 0.06)
+    named = ",".join(f"{name}={one}" for name, one in paths.items())
+    config = WorkerConfig(model=str(path), lora_modules=named, max_loras=1, kernels="torch", num_blocks=32)
+    with pytest.raises(ValueError, match=f"lora_modules: '{broken}' at .*{broken}: .* are not finite"):
+        load_runner(config, lambda done, of: None)
+    adapter_of(path, paths[broken])
+    runner = load_runner(config, lambda done, of: None)
+    assert (runner.num_rows, runner.facts.max_adapters) == (0, 1)

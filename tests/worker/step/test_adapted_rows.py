@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from tests.worker.fakes_model import FakeLoaded, FakeModel, new_row
 
@@ -22,6 +22,7 @@ class FakeAdapters:
     """Slots by digest; records which were reported as in use."""
 
     count = 2
+    named: Mapping[str, Adapter] = {}
     room = Room()
 
     def __init__(self) -> None:

@@ -37,6 +37,7 @@ class Adapters(Protocol):
     """How rows get their adapters."""
 
     count: int
+    named: Mapping[str, Adapter]  # by the names in `lora_modules`
 
     @property
     def room(self) -> Room: ...
@@ -64,6 +65,7 @@ class Room(NamedTuple):
 
 class NoAdapters:
     count = 0
+    named: Mapping[str, Adapter] = {}
     room = Room()
 
     def slot(self, adapter: Adapter, in_use: Collection[int]) -> int:
@@ -87,6 +89,7 @@ class AdapterStore:
         allowed: Sequence[Path],
     ) -> None:
         self.count = count
+        self.named: Mapping[str, Adapter] = {}
         self._model = model
         self._places = places
         self._dtype = dtype
@@ -103,9 +106,11 @@ class AdapterStore:
         self._slots.move_to_end(adapter.digest)
         return self._slots[adapter.digest]
 
-    def load(self, path: Path) -> int:
-        """Read an adapter before any request uses it; returns the bytes it takes. Raises AdapterError."""
-        return self._sizes[self.slot(identify(inside(path, self._allowed), self._limits.num_bytes), ())]
+    def load(self, name: str, path: Path) -> int:
+        """Read a named adapter before any request uses it; returns the bytes it takes. Raises AdapterError."""
+        adapter = identify(inside(path, self._allowed), self._limits.num_bytes)
+        self.named = {**self.named, name: adapter}
+        return self._sizes[self.slot(adapter, ())]
 
     def bound(self, each_bytes: int, count: int) -> None:
         """From now on, refuse adapters larger than `each_bytes`; there are never more than `count`."""

@@ -221,7 +221,7 @@ def _adapters(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder, dtype: 
     sizes = [0]
     for name, path in named.items():
         try:
-            sizes.append(store.load(path))
+            sizes.append(store.load(name, path))
         except AdapterError as error:
             raise ValueError(f"lora_modules: {name!a} at {path}: {error}") from error
     if not config.max_lora_gib:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -65,6 +66,9 @@ def _started(config: WorkerConfig, models: Models, recording: Progress) -> Model
     models = models._replace(loaded=loaded)
     runner = _generating(config, models, recording) if loaded.pooler is None else _reading(config, models)
     guarded(loaded.ops.name, runner.warm_up, but=(torch.AcceleratorError,))
+    for name, adapter in loaded.adapters.named.items():
+        if why := guarded(loaded.ops.name, partial(runner.first_token, adapter), but=(torch.AcceleratorError,)):
+            raise ValueError(f"lora_modules: {name!a} at {adapter.path}: a token cannot be computed with it: {why}")
     facts, room = runner.facts, loaded.adapters.room
     if room.most:
         log.info(

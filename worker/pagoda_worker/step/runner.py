@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import torch
 
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.decodes import DecodeList, packed
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
@@ -120,6 +121,11 @@ class ModelRunner:
         Raises:
             RuntimeError: the model cannot do it.
         """
+        if why := self.first_token():
+            raise RuntimeError(f"the model failed its first step: {why}")
+
+    def first_token(self, adapter: Adapter | None = None) -> str:
+        """Compute one token, before there are any rows; returns why it cannot be computed, "" if it can."""
         pools = self.facts.pools
         row = NewRow(
             row_id=0,
@@ -130,11 +136,11 @@ class ModelRunner:
             params=SamplingParams() if pools else SamplingParams(logprobs=0),  # exercises drawing and reporting, too
             seed=0,
             pooling=PoolingParams(output=pools[0]) if pools else None,
+            adapter=adapter,
         )
         result = self.execute(StepPlan(step=0, new_rows=[row], chunks=[Chunk(0, 0, 1, True)]))
         self.reset()
-        if result.errors:
-            raise RuntimeError(f"the model failed its first step: {result.errors[0].message}")
+        return result.errors[0].message if result.errors else ""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan. Every chunk that samples gets an output or an error; a row in `errors` has been dropped.
