@@ -32,6 +32,7 @@ class ErrorCode(StrEnum):
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
+    ADAPTER_UNAVAILABLE = "adapter_unavailable"
     CANCELLED = "cancelled"
     STREAM_INTERRUPTED = "stream_interrupted"
     REQUEST_FAILED_REPEATEDLY = "request_failed_repeatedly"
@@ -75,6 +76,7 @@ STATUS: dict[ErrorCode, Status] = {
     ErrorCode.UNSUPPORTED_MEDIA_TYPE: Status("INVALID_ARGUMENT", 415, "invalid_request_error", False),
     ErrorCode.OVERLOADED: Status("RESOURCE_EXHAUSTED", 503, "overloaded_error", True),
     ErrorCode.UNAVAILABLE: Status("UNAVAILABLE", 503, "service_unavailable_error", True),
+    ErrorCode.ADAPTER_UNAVAILABLE: Status("UNAVAILABLE", 503, "service_unavailable_error", True),
     ErrorCode.CANCELLED: Status("CANCELLED", 499, "cancelled", False),
     ErrorCode.STREAM_INTERRUPTED: Status("ABORTED", 503, "service_unavailable_error", True),
     ErrorCode.REQUEST_FAILED_REPEATEDLY: Status("ABORTED", 500, "server_error", False),

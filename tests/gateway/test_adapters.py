@@ -84,6 +84,16 @@ async def test_one_with_which_nothing_finite_is_computed_is_refused_by_its_path(
     assert [model.name for model in gateway.context.catalogue] == [MODEL]
 
 
+async def test_who_asks_for_one_that_is_gone_is_told_so_and_may_try_again(tmp_path: Path) -> None:
+    gateway = gateway_with(tmp_path)
+    write(tmp_path / "adapters" / "a")
+    assert (await gateway.client.post(LOAD, json={"lora_name": "one", "lora_path": "a"})).status_code == 200
+    gateway.engine.script = breaking(code=ErrorCode.ADAPTER_UNAVAILABLE)
+    answer = await gateway.client.post("/v1/completions", json=ASK | {"model": "one"})
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+    assert (answer.json()["error"]["code"], answer.json()["error"]["message"]) == ("adapter_unavailable", "worker lost")
+
+
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (LOAD, {"lora_name": MODEL, "lora_path": "a"}, 400, "lora_name"),
     (LOAD, {"lora_name": "a b", "lora_path": "a"}, 400, "lora_name"),

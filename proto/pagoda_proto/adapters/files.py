@@ -25,6 +25,10 @@ class AdapterError(ValueError):
     """An adapter that cannot be used; the message says why."""
 
 
+class AdapterGone(AdapterError):
+    """There are no files where an adapter was, or others than those that were named: no fault of who asks for it."""
+
+
 def identify(path: Path, max_bytes: int) -> Adapter:
     """The adapter in a directory, given by its absolute path. Reads both files completely.
 
@@ -57,7 +61,7 @@ def inside(path: Path, allowed: Iterable[Path]) -> Path:
         if any(real.is_relative_to(one.resolve()) for one in allowed):
             return real
     except (OSError, RuntimeError, ValueError):
-        raise AdapterError("there is no such directory") from None
+        raise AdapterGone("there is no such directory") from None
     raise AdapterError("the path is outside the directories that adapters may be loaded from (lora_modules, lora_dir)")
 
 

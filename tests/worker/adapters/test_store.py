@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.worker.adapters.files import PREFIX, Tensors, embedding_factors, factors, write
 
-from pagoda_proto.adapters.files import CONFIG, WEIGHTS, AdapterError, identify
+from pagoda_proto.adapters.files import CONFIG, WEIGHTS, AdapterError, AdapterGone, identify
 from pagoda_proto.adapters.identity import Adapter
 from pagoda_worker.adapters.places import Module, Places, Whole
 from pagoda_worker.adapters.reading import Limits, read_adapter
@@ -112,8 +112,25 @@ def test_files_that_have_changed_are_another_adapter(tmp_path: Path) -> None:
     new = made(tmp_path / "a", seed=2)
     assert store.slot(new, {0}) == 1
     assert store.slot(old, {1}) == 0, "what is here is kept"
-    with pytest.raises(AdapterError, match="have changed"):
+    with pytest.raises(AdapterGone, match="have changed"):
         store_of(Slots(), tmp_path).slot(old, ())
+
+
+def test_files_that_are_damaged_or_gone_are_no_fault_of_who_asks(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    named, store = made(path), store_of(Slots(), tmp_path)
+    harms: list[tuple[Callable[[], object], str]] = [
+        (lambda: (path / WEIGHTS).write_bytes(b"less"), "have changed"),
+        (lambda: write(path, factors(SHAPES), use_dora=True), "have changed"),
+        (lambda: (path / WEIGHTS).write_bytes(bytes(LIMITS.num_bytes + 1)), "cannot be read: .* more than"),
+        (lambda: (path / CONFIG).write_text("{"), "cannot be read: .* not JSON"),
+        ((path / CONFIG).unlink, "cannot be read: adapter_config.json: No such file"),
+        (lambda: path.rename(tmp_path / "b"), "no such directory"),
+    ]
+    for harm, why in harms:
+        harm()
+        with pytest.raises(AdapterGone, match=why):
+            store.slot(named, ())
 
 
 def test_what_lies_elsewhere_is_not_read(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from tests.worker.fakes_model import FakeLoaded, FakeModel, new_row
 
-from pagoda_proto.adapters.files import AdapterError
+from pagoda_proto.adapters.files import AdapterError, AdapterGone
 from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.steps import Chunk, StepPlan
@@ -15,7 +15,7 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.rows.slots import NO_ADAPTER
 from pagoda_worker.step.runner import ModelRunner
 
-ONE, TWO, BAD = (Adapter(digit * 64, "/adapters") for digit in "12b")
+ONE, TWO, BAD, GONE = (Adapter(digit * 64, "/adapters") for digit in "12bc")
 
 
 class FakeAdapters:
@@ -31,7 +31,9 @@ class FakeAdapters:
     def slot(self, adapter: Adapter, in_use: Collection[int]) -> int:
         self.in_use.append(set(in_use))
         if adapter == BAD:
-            raise AdapterError("the files have changed")
+            raise AdapterError("it does not fit")
+        if adapter == GONE:
+            raise AdapterGone("the files have changed")
         return int(adapter.digest[0]) - 1
 
 
@@ -46,20 +48,21 @@ def test_rows_have_the_slots_of_their_adapters_and_a_row_that_can_have_none_ends
     runner, model = runner_of(adapters)
     model.logits = lambda hidden, slots=None: FakeModel.logits(model, hidden)  # type: ignore[method-assign]
     assert runner.facts.max_adapters == 2
-    asked = [None, ONE, BAD, TWO]
+    asked = [None, ONE, BAD, TWO, GONE]
     rows = [new_row(index, [5, 6, 7], [index], adapter=adapter) for index, adapter in enumerate(asked)]
     chunks = [Chunk(index, 0, 3, True) for index in range(len(rows))]
     result = runner.execute(StepPlan(step=1, new_rows=rows, chunks=chunks))
-    (error,) = result.errors
-    assert (error.row_id, error.code) == (2, ErrorCode.INVALID_ARGUMENT.value)
-    assert error.message == "adapter: the files have changed"
+    assert [(error.row_id, error.code, error.message) for error in result.errors] == [
+        (2, ErrorCode.INVALID_ARGUMENT.value, "adapter: it does not fit"),
+        (4, ErrorCode.ADAPTER_UNAVAILABLE.value, "adapter: the files have changed"),
+    ]
     assert sorted(output.row_id for output in result.outputs) == [0, 1, 3]
     (batch,) = model.batches
     assert batch.slots is not None
     assert batch.slots.slots.tolist() == [NO_ADAPTER] * 3 + [0] * 3 + [1] * 3
-    assert adapters.in_use == [{NO_ADAPTER}, {NO_ADAPTER, 0}, {NO_ADAPTER, 0}]
-    again = new_row(4, [1], [4], adapter=ONE)
-    runner.execute(StepPlan(step=2, finished_rows=[0, 1, 3], new_rows=[again], chunks=[Chunk(4, 0, 1, True)]))
+    assert adapters.in_use == [{NO_ADAPTER}, {NO_ADAPTER, 0}, {NO_ADAPTER, 0}, {NO_ADAPTER, 0, 1}]
+    again = new_row(5, [1], [5], adapter=ONE)
+    runner.execute(StepPlan(step=2, finished_rows=[0, 1, 3], new_rows=[again], chunks=[Chunk(5, 0, 1, True)]))
     assert adapters.in_use[-1] == set(), "who has left needs no slot"
 
 

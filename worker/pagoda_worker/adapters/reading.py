@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from pagoda_proto.adapters.files import WEIGHTS, AdapterError, open_weights, read_config
+from pagoda_proto.adapters.files import WEIGHTS, AdapterError, AdapterGone, open_weights, read_config
 from pagoda_proto.adapters.identity import digest_of
 from pagoda_worker.adapters.peft import PeftConfig, read_peft
 from pagoda_worker.adapters.places import PREFIX, Places
@@ -47,26 +47,34 @@ def read_adapter(path: Path, digest: str, places: Places, limits: Limits, dtype:
     """What an adapter adds and replaces, by the checkpoint's names.
 
     Raises:
-        AdapterError: it is not for this model, not supported here, or does not have that digest.
+        AdapterError: it is not for this model, or not supported here.
+        AdapterGone: it is not there, or does not have that digest.
     """
-    config = read_config(path)
+    config, content = _content(path, digest, limits)
     peft = read_peft(config)
-    with open_weights(path, limits.num_bytes) as file:
-        content = bytearray(file.read(limits.num_bytes + 1))
-    if len(content) > limits.num_bytes:
-        raise AdapterError(f"{WEIGHTS} has grown to more than {limits.num_bytes} bytes")
     try:
         entries = entries_of(path / WEIGHTS, content, MAX_HEADER_BYTES)
     except CheckpointError as error:
         raise AdapterError(f"{WEIGHTS}: {'; '.join(error.problems)}") from error
     found = _judged(entries, peft, places, limits)
-    if digest_of(config, hashlib.sha256(content).digest()) != digest:
-        raise AdapterError("the files have changed since this adapter was loaded under its name")
     factors = {
         places.modules[own].name: Factors(_tensor(content, a, dtype), _tensor(content, b, dtype), peft.scale(own))
         for own, (a, b) in found.pairs.items()
     }
     return AdapterTensors(factors, {name: _tensor(content, entry, dtype) for name, entry in found.whole.items()})
+
+
+def _content(path: Path, digest: str, limits: Limits) -> tuple[dict[str, Any], bytearray]:
+    """The content of both files. It had this digest when it was named, so it could be read then."""
+    try:
+        config = read_config(path)
+        with open_weights(path, limits.num_bytes) as file:
+            content = bytearray(file.read(limits.num_bytes + 1))
+    except AdapterError as error:
+        raise AdapterGone(f"the files cannot be read: {error}") from error
+    if digest_of(config, hashlib.sha256(content).digest()) != digest:
+        raise AdapterGone("the files have changed since this adapter was loaded under its name")
+    return config, content
 
 
 def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limits: Limits) -> Found:

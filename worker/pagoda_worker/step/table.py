@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pagoda_proto.adapters.files import AdapterError
+from pagoda_proto.adapters.files import AdapterError, AdapterGone
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import MAX_SEED, ModelLimits, model_problems
 from pagoda_proto.steps import NO_BLOCK, AppendBlocks, Chunk, KVGroup, NewRow, ReplaceBlock, RowError, StepPlan
@@ -200,7 +200,8 @@ class RowTable:
         try:
             return self._adapters.slot(new.adapter, {row.slot for row in self._rows.values()})
         except AdapterError as error:
-            raise BadClaim(f"adapter: {error}", ErrorCode.INVALID_ARGUMENT) from error
+            code = ErrorCode.ADAPTER_UNAVAILABLE if isinstance(error, AdapterGone) else ErrorCode.INVALID_ARGUMENT
+            raise BadClaim(f"adapter: {error}", code) from error
 
     def _matcher(self, new: NewRow, tokens: Ids) -> Matcher:
         try:
