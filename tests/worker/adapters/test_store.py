@@ -28,6 +28,8 @@ MODULES = {name: Module(name, *shape) for name, shape in SHAPES.items()}
 MODULES |= {HEAD: Module(HEAD, 40, 16), EMBED: Module(EMBED, 16, 40, embedding=True)}
 WHOLE = {f"{end}.weight": Whole(f"{end}.weight", (40, 16), end) for end in (HEAD, EMBED)}
 WHOLE |= {f"{NORM}.{kind}": Whole(f"{NORM}.{kind}", (16,), NORM) for kind in ("weight", "bias")}
+QUERY_NORM, KEY_NORM = (f"model.layers.0.self_attn.{kind}_norm" for kind in "qk")
+WHOLE |= {f"{one}.weight": Whole(f"{one}.weight", (16,), QUERY_NORM) for one in (QUERY_NORM, KEY_NORM)}
 OTHER_HEAD = "embed_out"  # its name in another checkpoint of the family
 MODULES[OTHER_HEAD], WHOLE[f"{OTHER_HEAD}.weight"] = MODULES[HEAD], WHOLE[f"{HEAD}.weight"]
 SPELLINGS = ({*SHAPES, EMBED, HEAD}, {*SHAPES, EMBED, OTHER_HEAD})
@@ -197,6 +199,11 @@ HOSTILE: list[tuple[Change, dict[str, Any], str]] = [
         rf"only norms, .* replaced whole, not these: .*{Q}",
     ),
     (lambda t: t | {f"{PREFIX}{NORM}.weight": torch.zeros(16)}, {}, f"missing tensors: {NORM}.bias"),
+    (
+        lambda t: t | {f"{PREFIX}{QUERY_NORM}.weight": torch.zeros(16)},
+        {"modules_to_save": ["q_norm"]},
+        f"missing tensors, as norms of queries and keys can only be replaced together: {KEY_NORM}.weight",
+    ),
     (lambda t: t, {"modules_to_save": ["norm", "q_proj"]}, "modules_to_save: .* no tensors for: norm, q_proj"),
     (lambda t: t | heads("", ".base_layer"), {}, "duplicate"),
     (

@@ -148,12 +148,15 @@ def _unknown_problems(unknown: set[str], targeted: set[str], places: Places) -> 
 def _whole_problems(brought: set[str], peft: PeftConfig, places: Places) -> list[str]:
     """Tensors missing from the modules to be replaced. `brought` are tensors."""
     modules = {own.rpartition(".")[0] for own in brought}
+    replaced = {places.whole[own].name.rpartition(".")[0] for own in brought}
     units = {places.whole[own].unit for own in brought}
     names = {places.whole[own].name for own in brought}
     missing = {one.name for one in places.whole.values() if one.unit in units} - names
+    apart = {name for name in missing if name.rpartition(".")[0] not in replaced}
     saved = {name for name in peft.saved if not any(module.endswith(name) for module in modules)}
     return [
-        *_listing("missing tensors", missing),
+        *_listing("missing tensors", missing - apart),
+        *_listing("missing tensors, as norms of queries and keys can only be replaced together", apart),
         *_listing(f"modules_to_save: {WEIGHTS} has no tensors for", saved),
     ]
 
