@@ -13,6 +13,7 @@ from tests.faults.variants import Answer, Request, disturbed
 
 RECOVERY_S = 240.0
 FLOWING = 60  # events over all streams; after these they count as under way
+TRIES = 3
 Oracle = Sequence[tuple[Request, Answer]]
 
 
@@ -107,25 +108,28 @@ def cut(place: Doubled, link: str, oracle: Oracle, seconds: float = 8.0) -> Repo
 
 
 def scaled(place: Doubled, oracle: Oracle, letters: str = "bcd", *, rests: bool = False) -> Report:
-    """Scale an engine core's workers in mid-stream: from 1, add one per letter, then back to 1. With `rests`, clients
-    pause between their requests."""
+    """Scale an engine core's workers in mid-stream: from 1, add one per letter, then back to 1; again if the
+    requests of those that leave were about to end anyway. With `rests`, clients pause between their requests."""
     core = ENGINE_CORES[1]
     more = [f"{core}-{letter}" for letter in letters]
     most = 1 + len(more)
     report = Report(f"{core}: 1 to {most} to 1 workers")
 
+    leaving = [f"{core}-a", *more[:-1]]
+
     async def act(flow: Flow) -> None:
-        for name in more:
-            place.start(name)
-        await asyncio.to_thread(place.wait_until, lambda: len(place.workers(core)) == most)
-        leaving = [f"{core}-a", *more[:-1]]
-        await asyncio.to_thread(place.wait_until, lambda: place.rows(core, leaving) > 1)
-        for name in leaving:
-            place.process(name).send_signal(signal.SIGTERM)
-        codes = [await asyncio.to_thread(place.exit_code, name) for name in leaving]
-        if any(codes):
-            report.problems.append(f"{leaving} ended with {codes}")
-        replays = await asyncio.to_thread(lambda: place.stats(core).replays)
+        for started in (more, *[leaving] * (TRIES - 1)):
+            for name in started:
+                place.start(name)
+            await asyncio.to_thread(place.wait_until, lambda: len(place.workers(core)) == most)
+            await asyncio.to_thread(place.wait_until, lambda: place.rows(core, leaving) > 1)
+            for name in leaving:
+                place.process(name).send_signal(signal.SIGTERM)
+            codes = [await asyncio.to_thread(place.exit_code, name) for name in leaving]
+            if any(codes):
+                report.problems.append(f"{leaving} ended with {codes}")
+            if replays := await asyncio.to_thread(lambda: place.stats(core).replays):
+                break
         report.note = f"left is {', '.join(place.workers(core))}, {replays} requests moved"
         if not replays:
             report.problems.append("no request went to another worker")
