@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from pagoda_proto.pooling.params import EMBED, TOKEN_EMBED
 from pagoda_worker.checkpoints.checkpoint import CheckpointError
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
-from pagoda_worker.pooling.files import embedder, longest
+from pagoda_worker.pooling.files import embedder, longest, stages_of
 from pagoda_worker.pooling.stages import Dense
 
 ST = "sentence_transformers.models."
@@ -122,6 +122,12 @@ def test_what_reads_the_text_must_be_a_transformer(kind: str, tmp_path: Path) ->
     (tmp_path / "modules.json").write_text(json.dumps(listed))
     with pytest.raises(UnsupportedConfig, match=f"first module of type '{kind}'"):
         embedder(tmp_path, 4, "cls", whole=True)
+
+
+def test_what_follows_normalised_token_vectors_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, NORMALIZE, dense(tmp_path / "other"))
+    with pytest.raises(UnsupportedConfig, match="after Normalize"):
+        stages_of(path, 4)
 
 
 def test_dropout_changes_nothing(tmp_path: Path) -> None:

@@ -171,8 +171,13 @@ def read_distilbert(config: ConfigReader) -> EncoderSpec:
     )
 
 
+def _rope_fields(config: ConfigReader) -> dict[str, Any]:
+    """In either spelling."""
+    return config.maybe("rope_parameters", dict) or config.maybe("rope_scaling", dict) or {}
+
+
 def _rotary(config: ConfigReader, head_dim: int, default_theta: float, longest: int) -> RopeShape:
-    parameters = config.maybe("rope_parameters", dict) or config.maybe("rope_scaling", dict) or {}
+    parameters = _rope_fields(config)
     return _turned(parameters, head_dim, config.positive("rope_theta", default_theta), longest)
 
 
@@ -269,7 +274,7 @@ def read_gte(config: ConfigReader) -> EncoderSpec:
 def _gte_rotary(config: ConfigReader, head_dim: int, longest: int) -> RopeShape:
     """Published files may scale by the family's own kind, "ntk": theta times the factor, and frequencies divided by the
     factor's power of 2 / `head_dim`. That is linear scaling with another theta."""
-    parameters = config.maybe("rope_parameters", dict) or config.maybe("rope_scaling", dict) or {}
+    parameters = _rope_fields(config)
     theta = config.positive("rope_theta", 160_000.0)
     if "ntk" not in (parameters.get("rope_type"), parameters.get("type")):
         return _turned(parameters, head_dim, theta, longest)

@@ -14,7 +14,6 @@ CPU has none: swapped blocks would lie in the same memory, where more KV blocks 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -22,7 +21,7 @@ from typing import NamedTuple, Protocol
 from pagoda_worker.config import AUTO_SWAP_SPACE, WorkerConfig
 from pagoda_worker.device.available import GIB, host_available_bytes
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.loading.retention import KEEP_ALL, Retention
+from pagoda_worker.loading.retention import KEEP_ALL, Kept, Retention
 
 SHARE = 0.6
 CPU_CAP_BYTES = 4 * GIB
@@ -81,7 +80,7 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
             configured size in all `workers_here`; the message names the options.
     """
     models = (loaded,) if draft is None else (loaded, draft)
-    kept = _Kept([group for model in models for group in model.kv_groups], loaded.retentions, config.block_size)
+    kept = Kept([group for model in models for group in model.kv_groups], loaded.retentions, config.block_size)
     if not kept.shapes:
         return 0
     row_blocks = kept.row_blocks(loaded.max_model_len)
@@ -98,37 +97,7 @@ def num_kv_blocks(  # noqa: PLR0913 - all that memory is shared out by
     return blocks
 
 
-class _Kept(NamedTuple):
-    """What models that serve together keep of tokens, and the block size."""
-
-    shapes: Sequence[KVShape]
-    retentions: Sequence[Retention]
-    block_size: int
-
-    def row_blocks(self, num_tokens: int) -> int:
-        """Blocks of the first table for a row of `num_tokens` tokens."""
-        return min(-(-num_tokens // self.block_size), self.retentions[0].row_blocks)
-
-    def blocks_in(self, usable: int, spare: int = 0) -> int:
-        """The most blocks of the first table such that all tables, each with `spare` more, fit into `usable` bytes."""
-        sizes = self._block_sizes()
-        left = usable - spare * sum(sizes)
-        return bisect_right(range(max(0, left) // max(1, sizes[0]) + 1), left, key=self.bytes_of) - 1
-
-    def bytes_of(self, blocks: int) -> int:
-        """Bytes of all tables if the first has so many blocks."""
-        sizes = self._block_sizes()
-        return sum(size * one.num_blocks(blocks) for size, one in zip(sizes, self.retentions, strict=True))
-
-    def _block_sizes(self) -> list[int]:
-        """Bytes of a block of each table, in all models."""
-        sizes = [0] * len(self.retentions)
-        for shape in self.shapes:
-            sizes[shape.table] += shape.bytes_per_block(self.block_size)
-        return sizes
-
-
-def _too_few(kept: _Kept, blocks: int, max_len: int, source: str) -> str:
+def _too_few(kept: Kept, blocks: int, max_len: int, source: str) -> str:
     """Says that a row of the longest length takes more blocks than there are, and the size of a cache that holds it."""
     row_blocks = kept.row_blocks(max_len)
     needed = f"a request needs {row_blocks * kept.block_size}, " if kept.retentions[0].kept else ""
@@ -137,7 +106,7 @@ def _too_few(kept: _Kept, blocks: int, max_len: int, source: str) -> str:
     return f"{holds} ({source}, {needed}{takes}), but max_model_len is {max_len}"
 
 
-def _named(config: WorkerConfig, kept: _Kept, on_cpu: bool, at_first: int) -> tuple[int, str]:
+def _named(config: WorkerConfig, kept: Kept, on_cpu: bool, at_first: int) -> tuple[int, str]:
     """Blocks of a cache of configured size, and the option; a CPU that lacks the memory would only fail as it fills up.
 
     A later life of a worker is judged like its first: what other workers have written since is no reason to refuse it.
@@ -168,7 +137,7 @@ def num_swap_blocks(
         usable = int(config.swap_space_gib * GIB)
     else:
         usable = 0 if on_cpu else min(SWAP_BYTES, host_available_bytes(Path("/")) // config.workers_here // 4)
-    blocks = _Kept(shapes, retentions, config.block_size).blocks_in(usable) if shapes else 0
+    blocks = Kept(shapes, retentions, config.block_size).blocks_in(usable) if shapes else 0
     return [one.num_blocks(blocks) if blocks else 0 for one in retentions]
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from pagoda_proto.steps import MAX_KV_GROUPS, MAX_STEPS_IN_FLIGHT
 from pagoda_worker.config import WorkerConfig
@@ -112,6 +113,36 @@ def bytes_of_row(shapes: Sequence[KVShape], retentions: Sequence[Retention], num
     )
 
 
+class Kept(NamedTuple):
+    """What models that serve together keep of tokens, and the block size."""
+
+    shapes: Sequence[KVShape]
+    retentions: Sequence[Retention]
+    block_size: int
+
+    def row_blocks(self, num_tokens: int) -> int:
+        """Blocks of the first table for a row of `num_tokens` tokens."""
+        return min(-(-num_tokens // self.block_size), self.retentions[0].row_blocks)
+
+    def blocks_in(self, usable: int, spare: int = 0) -> int:
+        """The most blocks of the first table such that all tables, each with `spare` more, fit into `usable` bytes."""
+        sizes = self._block_sizes()
+        left = usable - spare * sum(sizes)
+        return bisect_right(range(max(0, left) // max(1, sizes[0]) + 1), left, key=self.bytes_of) - 1
+
+    def bytes_of(self, blocks: int) -> int:
+        """Bytes of all tables if the first has so many blocks."""
+        sizes = self._block_sizes()
+        return sum(size * one.num_blocks(blocks) for size, one in zip(sizes, self.retentions, strict=True))
+
+    def _block_sizes(self) -> list[int]:
+        """Bytes of a block of each table, in all models."""
+        sizes = [0] * len(self.retentions)
+        for shape in self.shapes:
+            sizes[shape.table] += shape.bytes_per_block(self.block_size)
+        return sizes
+
+
 def context_cost(model: Keeping, block_size: int) -> str:
     """What the longest context of a `settled` model takes, in words."""
     taken, all_kept = (
@@ -121,10 +152,8 @@ def context_cost(model: Keeping, block_size: int) -> str:
     said = f"a context of {model.max_model_len} tokens takes {taken / 2**20:.1f} MiB"
     if taken == all_kept:
         return said
-    first = min(-(-model.max_model_len // block_size), model.retentions[0].row_blocks)
-    least = sum(
-        shape.bytes_per_block(block_size) * model.retentions[shape.table].num_blocks(first) for shape in model.kv_groups
-    )
+    kept = Kept(model.kv_groups, model.retentions, block_size)
+    least = kept.bytes_of(kept.row_blocks(model.max_model_len))
     share = f"{taken / all_kept:.0%} of what it would take if every layer kept all tokens"
     return f"{said}, {share}; a cache for one, with chunks of its prompt, takes {least / 2**20:.1f} MiB"
 

@@ -71,7 +71,9 @@ def embedder(path: Path, hidden_size: int, default_way: str, whole: bool) -> Poo
     skips, normalizes = False, modules is None
     stages: list[Stage] = []
     if modules is not None:
-        _check_order([kind for kind, _ in modules])
+        kinds = _checked(modules, "Pooling", "Dense", "LayerNorm", "Normalize")
+        if kinds.count("Pooling") != 1 or kinds[0] != "Pooling":
+            raise UnsupportedConfig(f"{MODULES}: Pooling must come once, before all that follows the transformer")
     for kind, place in modules or ():
         if kind == "Pooling":
             ways, skips = _pooling(read_json(place / "config.json"))
@@ -98,14 +100,15 @@ def _followers(path: Path) -> list[tuple[str, Path]] | None:
     return [(kind, place) for kind, place in modules[1:] if kind != "Dropout"]
 
 
-def _check_order(kinds: list[str]) -> None:
-    """Of the modules after the transformer of an embedding model. Raises UnsupportedConfig."""
-    if unknown := [kind for kind in kinds if kind not in ("Pooling", "Dense", "LayerNorm", "Normalize")]:
-        raise UnsupportedConfig(f"{MODULES}: a module of type {unknown[0][:64]!r} is not supported")
-    if kinds.count("Pooling") != 1 or kinds[0] != "Pooling":
-        raise UnsupportedConfig(f"{MODULES}: Pooling must come once, before all that follows the transformer")
+def _checked(modules: list[tuple[str, Path]], *known: str) -> list[str]:
+    """The kinds of modules that follow the transformer. Raises UnsupportedConfig."""
+    kinds = [kind for kind, _ in modules]
+    if unknown := [kind for kind in kinds if kind not in known]:
+        after = "" if "Pooling" in known else " on token vectors"
+        raise UnsupportedConfig(f"{MODULES}: a module of type {unknown[0][:64]!r}{after} is not supported")
     if "Normalize" in kinds[:-1]:
         raise UnsupportedConfig(f"{MODULES}: modules after Normalize are not supported")
+    return kinds
 
 
 def _pooling(fields: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
@@ -128,11 +131,11 @@ def _pooling(fields: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
 def stages_of(path: Path, hidden_size: int) -> tuple[Stage, ...]:
     """The stages applied to token states where there is no Pooling. Raises as `embedder` does."""
     stages: list[Stage] = []
-    for kind, place in _followers(path) or ():
+    modules = _followers(path) or []
+    _checked(modules, "Dense", "Normalize")
+    for kind, place in modules:
         if kind == "Dense":
             stages.append(_dense(place, widest(stages, hidden_size)))
-        elif kind != "Normalize":
-            raise UnsupportedConfig(f"{MODULES}: a module of type {kind[:64]!r} on token vectors is not supported")
     return tuple(stages)
 
 
